@@ -1,0 +1,154 @@
+"""The calls a user makes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from hf_moe_backends.config import BackendConfig
+from hf_moe_backends.errors import ConfigError
+from hf_moe_backends.plan import MARK, Plan, host, lock, plans
+from hf_moe_backends.registry import registry
+
+
+def plan_moe_backend(model: nn.Module, config: BackendConfig, *, device: str | None = None) -> Plan:
+    """What `config` means for `model`, without changing it. `print()` the plan to read it.
+
+    Args:
+        model: a Transformers model, or anything around one: peft, DDP, FSDP, `torch.compile`.
+        device: the device type to plan for when the model is on the meta device. Default: cuda where there is one.
+
+    Raises:
+        MoeBackendError: the config cannot be applied to this model on this machine, and why.
+    """
+    if not isinstance(config, BackendConfig):
+        raise ConfigError(f"config must be a BackendConfig, got {config!r}; BackendConfig.from_dict takes a mapping")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch module, got {type(model).__name__}")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    with lock, _as_stock(host(model)):
+        return Plan(model, config, registry(), device)
+
+
+def set_moe_backend(model: nn.Module, config: BackendConfig) -> Plan:
+    """Put the backends of `config` in place of what `model` runs on. Returns the applied plan.
+
+    The config is the whole state: it replaces the one set before. To change one kind:
+    `set_moe_backend(model, dataclasses.replace(get_moe_backend(model), experts="loop"))`.
+
+    Raises:
+        MoeBackendError: the config cannot be applied. The model is as it was.
+    """
+    with lock:
+        plan = plan_moe_backend(model, config)
+        plan.apply()
+    return plan
+
+
+def reset_moe_backend(model: nn.Module) -> None:
+    """Back to stock: the modules, forwards, config objects and parameters that the model had. No-op on a stock model.
+
+    Raises:
+        PlanError: the model was sharded after its modules were replaced.
+    """
+    with lock:
+        for plan in plans(model):
+            plan.revert(model if plan.model is host(model) else None)
+
+
+def get_moe_backend(model: nn.Module) -> BackendConfig:
+    """The backends in force, by name. Kinds that run stock code as loaded are None.
+
+    What was changed since behind this package's back, through `model.set_experts_implementation` for instance, is
+    reported as it is now.
+    """
+    plan = vars(host(model)).get(MARK)
+    if not isinstance(plan, Plan):
+        return BackendConfig()
+    config = plan.config
+    for kind, attribute in (("experts", "_experts_implementation"), ("attn", "_attn_implementation")):
+        choice = next(c for c in plan.choices if c.kind == kind)
+        if choice.backend is None:
+            continue
+        edit = next(e for e in plan.edits if e.backend is choice.backend)
+        now = getattr(getattr(choice.sites[0].module, "config", None), attribute, None)
+        if now != edit.key:
+            options = {k: v for k, v in config.options.items() if not k.startswith(f"{kind}.")}
+            config = replace(config, **{kind: now, "options": options})
+    return config
+
+
+@contextmanager
+def moe_backend(model: nn.Module, config: BackendConfig) -> Iterator[Plan]:
+    """`set_moe_backend` for the time of a `with` block; what was in force on entry comes back on exit."""
+    before = vars(host(model)).get(MARK)
+    plan = set_moe_backend(model, config)
+    try:
+        yield plan
+    finally:
+        reset_moe_backend(model)
+        if isinstance(before, Plan):
+            before.apply()
+
+
+@contextmanager
+def _as_stock(model: nn.Module) -> Iterator[None]:
+    """The model as it is without any plan, so that another plan can be made for it."""
+    inside = set(model.modules())
+    in_force = [plan for plan in plans(model) if plan.model in inside]
+    for plan in in_force:
+        plan.revert()
+    try:
+        yield
+    finally:
+        for plan in in_force:
+            plan.apply()
+
+
+class AutoModelForCausalLM(transformers.AutoModelForCausalLM):  # type: ignore[misc]
+    """Transformers' class, with one more argument: `backend`.
+
+    `from_pretrained` and `from_config` return the stock model with its plan applied. `backend` defaults to
+    `BackendConfig.auto()`, which leaves alone what `attn_implementation` or `experts_implementation` say explicitly.
+    """
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, pretrained_model_name_or_path: Any, *args: Any, backend: BackendConfig | None = None, **kwargs: Any
+    ) -> Any:
+        backend = _beside_stock_arguments(backend, kwargs)
+        model = transformers.AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        set_moe_backend(model[0] if isinstance(model, tuple) else model, backend)
+        return model
+
+    @classmethod
+    def from_config(cls, config: Any, backend: BackendConfig | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        backend = _beside_stock_arguments(backend, kwargs)
+        # Transformers does not copy it, so that two models built from one config share it
+        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), **kwargs)
+        set_moe_backend(model, backend)
+        return model
+
+
+def _beside_stock_arguments(backend: BackendConfig | None, kwargs: dict[str, Any]) -> BackendConfig:
+    """The config to apply, where Transformers' own arguments for the same thing may be given as well."""
+    given = backend is not None
+    backend = BackendConfig.auto() if backend is None else backend
+    for kind, argument in (("attn", "attn_implementation"), ("experts", "experts_implementation")):
+        if kwargs.get(argument) is None or backend.get(kind) is None:  # type: ignore[arg-type]
+            continue
+        if given and backend.get(kind) != "auto":  # type: ignore[arg-type]
+            raise ConfigError(
+                f"{argument}={kwargs[argument]!r} and backend {kind}={backend.get(kind)!r} both say what {kind} runs on; "  # type: ignore[arg-type]
+                "give one of them"
+            )
+        backend = replace(backend, **{kind: None})
+    return backend

@@ -1,0 +1,1 @@
+"""Experts backends in plain torch, for every layout that Transformers has."""

@@ -1,0 +1,483 @@
+"""The edits that a plan is made of. Each goes through one hook of Transformers, and undoes itself.
+
+An edit checks what it can before anything is touched (`check`), changes the model (`apply`) and restores it (`revert`).
+`apply` and `revert` find modules by identity in the tree they are given, since peft and others re-parent them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_moe_backends.errors import PlanError
+from hf_moe_backends.registry import Backend
+from hf_moe_backends.spec import STOCK_NAMES, AttentionBackend
+from hf_moe_backends.survey import Site
+
+
+class ConfigCopies:
+    """The model's config objects and this plan's own copies of them.
+
+    One config object may be shared by many models, so nothing is ever written to it. All of a model's configs are copied
+    together: a sub-config that two modules share is shared by their copies as well.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.originals: list[PreTrainedConfig] = []
+        for module in model.modules():
+            for value in vars(module).values():
+                if isinstance(value, PreTrainedConfig) and not any(value is seen for seen in self.originals):
+                    self.originals.append(value)
+        self.copies: list[PreTrainedConfig] = copy.deepcopy(self.originals)
+        self.written: list[set[str]] = [set() for _ in self.copies]
+        self.as_copied: list[dict[str, Any]] = []
+
+    def write(self, original: PreTrainedConfig, attribute: str, value: object) -> None:
+        """Set an attribute of `original`'s copy."""
+        index = next(i for i, config in enumerate(self.originals) if config is original)
+        vars(self.copies[index])[attribute] = value
+        self.written[index].add(attribute)
+
+    def install(self, root: nn.Module) -> None:
+        self._swap(root, self.originals, self.copies)
+        self.as_copied = [_plain(config) for config in self.copies]
+
+    def remove(self, root: nn.Module) -> None:
+        """Put the originals back, with whatever was set on the copies since, other than by this plan.
+
+        A user who sets `model.config.pad_token_id` means the model's config, whichever object that is at the time.
+        """
+        for original, config, before, written in zip(
+            self.originals, self.copies, self.as_copied, self.written, strict=True
+        ):
+            now = _plain(config)
+            for name in now.keys() | before.keys():
+                if name in written or (name in now and name in before and now[name] == before[name]):
+                    continue
+                if name in now:
+                    vars(original)[name] = now[name]
+                else:
+                    vars(original).pop(name, None)
+        self._swap(root, self.copies, self.originals)
+
+    @staticmethod
+    def _swap(root: nn.Module, old: list[PreTrainedConfig], new: list[PreTrainedConfig]) -> None:
+        replacement = {id(o): n for o, n in zip(old, new, strict=True)}
+        for module in root.modules():
+            for name, value in list(vars(module).items()):
+                if id(value) in replacement and isinstance(value, PreTrainedConfig):
+                    vars(module)[name] = replacement[id(value)]
+
+
+def _plain(config: PreTrainedConfig) -> dict[str, Any]:
+    """A config's own values, copied; its sub-configs are compared as configs of their own."""
+    return {k: copy.deepcopy(v) for k, v in vars(config).items() if not isinstance(v, PreTrainedConfig)}
+
+
+@dataclass
+class Edit(ABC):
+    """One backend on the sites of one kind."""
+
+    backend: Backend
+    options: Mapping[str, Any]
+    sites: tuple[Site, ...]
+
+    @property
+    @abstractmethod
+    def hook(self) -> str:
+        """The hook of Transformers that the edit goes through, for the plan's text."""
+
+    def register(self) -> None:  # noqa: B027 - most edits register nothing
+        """Make the backend known to Transformers in this process. Safe to repeat."""
+
+    def check(self) -> None:  # noqa: B027
+        """Raise PlanError if the edit cannot be made. Touches nothing."""
+
+    @abstractmethod
+    def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
+        """Make the edit. The plan's config copies are installed already. May raise midway: `revert` follows then."""
+
+    def verify(self) -> None:  # noqa: B027
+        """Raise PlanError if the model would go on running what it ran before: an edit without effect is an error."""
+
+    @abstractmethod
+    def revert(self, root: nn.Module) -> None:
+        """Undo `apply`, or as much of it as was done."""
+
+    def check_revert(self) -> None:  # noqa: B027
+        """Raise PlanError if the edit cannot be undone as the model is now. Touches nothing."""
+
+    @property
+    def _label(self) -> str:
+        return f"{self.backend.spec.kind}={self.backend.spec.name!r}"
+
+    @property
+    def key(self) -> str:
+        """The name under which Transformers knows this backend with these options."""
+        spec = self.backend.spec
+        defaults = spec.resolve_options({})
+        changed = {name: value for name, value in self.options.items() if value != defaults[name]}
+        return f"{spec.name}{json.dumps(changed, sort_keys=True)}" if changed else spec.name
+
+    def _require_name(self, attribute: str) -> None:
+        for site in self.sites:
+            if getattr(getattr(site.module, "config", None), attribute, None) != self.key:
+                raise PlanError(f"{self._label} did not reach {site.name}: its config is not one of the model's")
+
+    def _is_stock(self) -> bool:
+        return self.backend.spec.name in STOCK_NAMES[self.backend.spec.kind]
+
+    def _load(self) -> Any:
+        try:
+            return self.backend.spec.load()
+        except Exception as error:
+            raise PlanError(
+                f"{self._label} ({self.backend.plugin.label}) could not be imported from {self.backend.spec.target}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+_registered: dict[tuple[str, str], str] = {}
+"""(interface, key) -> the target that this package registered there."""
+
+
+def _register(interface: Any, key: str, value: object, target: str) -> None:
+    """Register with one of Transformers' global interfaces, unless somebody else's function has that name."""
+    ours = _registered.get((interface.__name__, key))
+    if ours is None and key in interface._global_mapping:
+        raise PlanError(
+            f"{key!r} is already registered in Transformers' {interface.__name__}, by other code than this package: "
+            f"{interface._global_mapping[key]!r}. Register it under another name."
+        )
+    if ours != target:
+        interface.register(key, value)
+        _registered[interface.__name__, key] = target
+
+
+@dataclass
+class SetExperts(Edit):
+    """The experts implementation's name, in every config of the model.
+
+    Every config, not only the experts' own: `generate` reads and restores the implementation of the outer configs, and
+    hands theirs to nested sub-models that it does not find by name.
+    """
+
+    @property
+    def hook(self) -> str:
+        return "ALL_EXPERTS_FUNCTIONS, config._experts_implementation"
+
+    def register(self) -> None:
+        if not self._is_stock():
+            function = partial(self._load(), **self.options) if self.options else self._load()
+            _register(type(ALL_EXPERTS_FUNCTIONS), self.key, function, self.backend.spec.target)
+
+    def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
+        for original in configs.originals:
+            configs.write(original, "_experts_implementation_internal", self.key)
+
+    def verify(self) -> None:
+        self._require_name("_experts_implementation")
+
+    def revert(self, root: nn.Module) -> None:
+        """Nothing of its own: the plan puts the configs back."""
+
+
+@dataclass
+class DispatchLate(Edit):
+    """What `@use_experts_implementation` would have done to experts classes that Transformers left undecorated."""
+
+    owners: tuple[nn.Module, ...] = field(default=(), repr=False)
+
+    _ATTRIBUTES = {
+        "has_gate": True,
+        "has_bias": False,
+        "has_post_expert_norm": False,
+        "is_transposed": False,
+        "is_concatenated": True,
+        "_is_expert_parallel": False,
+    }
+
+    @property
+    def hook(self) -> str:
+        return "the module's forward, as @use_experts_implementation sets it"
+
+    def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
+        for site, owner in zip(self.sites, self.owners, strict=True):
+            state = vars(site.module)
+            state.update(self._ATTRIBUTES)
+            state["config"] = owner.config
+            state["forward"] = LateForward(site.module)
+
+    def revert(self, root: nn.Module) -> None:
+        for site in self.sites:
+            for name in ("config", "forward", *self._ATTRIBUTES):
+                vars(site.module).pop(name, None)
+
+
+class LateForward:
+    """An experts module's forward that looks its implementation up at each call.
+
+    An object and not a closure: a deep copy or a pickle of the module then carries its own, bound to the copy.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        module: Any = self.module
+        name = module.config._experts_implementation
+        function = ALL_EXPERTS_FUNCTIONS.get_interface(name, type(module).forward)
+        output: Tensor = function(module, *args, **kwargs)
+        return output
+
+
+@dataclass
+class SetAttention(Edit):
+    """The attention implementation's name, in the configs that attention modules read, with its mask function."""
+
+    owners: tuple[PreTrainedModel, ...] = field(default=(), repr=False)
+
+    @property
+    def hook(self) -> str:
+        return "ALL_ATTENTION_FUNCTIONS and AttentionMaskInterface, config._attn_implementation"
+
+    def check(self) -> None:
+        if self._is_stock():
+            name = self.backend.spec.name
+            for model in self._models():
+                try:
+                    allowed = model.get_correct_attn_implementation(name)
+                except (ValueError, ImportError) as error:
+                    raise PlanError(f"{self._label}: Transformers refuses it for {type(model).__name__}: {error}") from None
+                if allowed != name:
+                    raise PlanError(f"{self._label}: Transformers would run {type(model).__name__} on {allowed!r} instead")
+
+    def register(self) -> None:
+        if self._is_stock():
+            return
+        backend = self._load()
+        if not isinstance(backend, AttentionBackend):
+            raise PlanError(
+                f"{self._label} ({self.backend.plugin.label}): {self.backend.spec.target} must be an AttentionBackend, "
+                f"with its mask function beside its attention function, got {backend!r}. Without a mask function "
+                "Transformers would hand it no mask at all, in silence."
+            )
+        mask = backend.mask
+        if isinstance(mask, str):
+            if mask not in ALL_MASK_ATTENTION_FUNCTIONS:
+                raise PlanError(f"{self._label}: its mask {mask!r} is none of Transformers' mask functions")
+            mask = ALL_MASK_ATTENTION_FUNCTIONS[mask]
+        attention = partial(backend.attention, **self.options) if self.options else backend.attention
+        target = self.backend.spec.target
+        _register(type(ALL_MASK_ATTENTION_FUNCTIONS), self.key, mask, target)
+        _register(type(ALL_ATTENTION_FUNCTIONS), self.key, attention, target)
+
+    def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
+        written: list[PreTrainedConfig] = []
+        for holder in (*(site.module for site in self.sites), *self._models()):
+            config: Any = holder.config
+            if not any(config is seen for seen in written):
+                written.append(config)
+        for config in written:
+            # apply runs after the copies were installed: what the modules hold are copies
+            original = configs.originals[next(i for i, c in enumerate(configs.copies) if c is config)]
+            configs.write(original, "_attn_implementation_internal", self.key)
+
+    def verify(self) -> None:
+        self._require_name("_attn_implementation")
+
+    def revert(self, root: nn.Module) -> None:
+        """Nothing of its own: the plan puts the configs back."""
+
+    def _models(self) -> list[PreTrainedModel]:
+        """The models that own an attention site, whose config Transformers' own setter would change."""
+        return [model for model in self.owners if model._can_set_attn_implementation()]
+
+
+@dataclass
+class ReplaceModules(Edit):
+    """Linear or norm modules, each by what the backend's `convert` makes of it, on the same Parameter objects."""
+
+    converted: list[tuple[nn.Module, nn.Module]] = field(default_factory=list, repr=False)
+
+    @property
+    def hook(self) -> str:
+        return "module replacement"
+
+    def check(self) -> None:
+        for site in self.sites:
+            reason = _cannot_replace(site)
+            if reason:
+                raise PlanError(f"{self._label}: {site.name} cannot be replaced: {reason}")
+
+    def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
+        convert: Callable[..., object] = self._load()
+        self.converted = []
+        for site in self.sites:
+            new = convert(site.module, **self.options)
+            self._require_same(site, new)
+            assert isinstance(new, nn.Module)
+            new.train(site.module.training)
+            self.converted.append((site.module, new))
+            _replace(root, site.module, new)
+
+    def _require_same(self, site: Site, new: object) -> None:
+        """The contract of `convert`: another module on the same parameters, with the same state-dict keys."""
+        old = site.module
+        if not isinstance(new, nn.Module) or new is old:
+            raise PlanError(f"{self._label}: converting {site.name} must give another module, got {new!r}")
+        before, after = dict(old.named_parameters()), dict(new.named_parameters())
+        if before.keys() != after.keys() or any(after[name] is not p for name, p in before.items()):
+            raise PlanError(
+                f"{self._label}: converting {site.name} must keep the Parameter objects {sorted(before)}, "
+                f"got {sorted(after)} with other objects among them"
+            )
+        extra = new.state_dict(keep_vars=True).keys() ^ old.state_dict(keep_vars=True).keys()
+        if extra:
+            raise PlanError(f"{self._label}: converting {site.name} must not change the state dict's keys: {sorted(extra)}")
+
+    def check_revert(self) -> None:
+        for _, new in self.converted:
+            if any(isinstance(p, DTensor) for p in new.parameters(recurse=False)):
+                raise PlanError(
+                    f"{self._label} cannot be undone: the model was sharded after its modules were replaced, and "
+                    "fully_shard goes on gathering into the modules it knows. Reset before sharding, or load again."
+                )
+
+    def revert(self, root: nn.Module) -> None:
+        for old, new in reversed(self.converted):
+            for name, parameter in new.named_parameters(recurse=False):
+                old._parameters[name] = parameter  # the ones it has now, should they have been exchanged
+            old.train(new.training)
+            _replace(root, new, old)
+        self.converted = []
+
+
+def _cannot_replace(site: Site) -> str | None:
+    module, sharding = site.module, site.demand.sharding
+    if sharding is not None:
+        return (
+            f"its parameters are sharded already ({sharding}), and the sharding goes on working on the module it knows. "
+            "Set backends before sharding: in from_pretrained(..., backend=...) for instance"
+        )
+    if getattr(module, "_hf_hook", None) is not None:
+        return "accelerate has hooked it (device_map or offload), and the hook would be lost. Set backends before dispatch_model"
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return "it has hooks or a forward of its own, which would be lost"
+    return None
+
+
+def _replace(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put `new` wherever `old` is a child."""
+    for module in list(root.modules()):
+        for name, child in module._modules.items():
+            if child is old:
+                module._modules[name] = new
+
+
+@dataclass
+class SetLoss(Edit):
+    """The model's `loss_function`, which Transformers reads from the instance."""
+
+    before: list[dict[str, Any]] = field(default_factory=list, repr=False)
+
+    @property
+    def hook(self) -> str:
+        return "model.loss_function"
+
+    def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
+        function = partial(self._load(), **self.options) if self.options else self._load()
+        self.before = []
+        for site in self.sites:
+            state = vars(site.module)
+            self.before.append({"_loss_function": state["_loss_function"]} if "_loss_function" in state else {})
+            state["_loss_function"] = function
+
+    def revert(self, root: nn.Module) -> None:
+        for site, before in zip(self.sites, self.before, strict=False):
+            vars(site.module).pop("_loss_function", None)
+            vars(site.module).update(before)
+        self.before = []
+
+
+@dataclass
+class SwapDispatcher(Edit):
+    """The `EPImplementation` of experts that are already sharded over ranks (Transformers 5.23 on)."""
+
+    before: list[Any] = field(default_factory=list, repr=False)
+
+    @property
+    def hook(self) -> str:
+        return "EPImplementationInterface"
+
+    def check(self) -> None:
+        try:
+            from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: F401
+        except ImportError:
+            raise PlanError(
+                f"{self._label}: choosing a dispatcher needs transformers>=5.23, which has EPImplementationInterface"
+            ) from None
+        for site in self.sites:
+            if current_dispatcher(site.module) is None:
+                raise PlanError(f"{self._label}: {site.name} is sharded by something else than ep_dispatch_experts")
+
+    def register(self) -> None:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+
+        if not self._is_stock():
+            dispatcher = partial(self._load(), **self.options) if self.options else self._load()
+            _register(EPImplementationInterface, self.key, dispatcher, self.backend.spec.target)
+
+    def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
+        from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
+
+        style = EpDispatchExpertsParallel()
+        self.before = []
+        for site in self.sites:
+            state = vars(site.module)
+            running = current_dispatcher(site.module)
+            # the style captures module.forward as the experts' own, so the class's forward must be visible to it
+            self.before.append(state.pop("forward"))
+            assert running is not None
+            try:
+                style.install_forward(
+                    site.module, running.ep_mesh, tp_mesh=running.tp_mesh, ep_implementation=self.key
+                )
+            except Exception:
+                state["forward"] = self.before.pop()
+                raise
+
+    def revert(self, root: nn.Module) -> None:
+        for site, forward in zip(self.sites, self.before, strict=False):
+            vars(site.module)["forward"] = forward
+        self.before = []
+
+
+def current_dispatcher(experts: nn.Module) -> Any:
+    """The `EPImplementation` that a sharded experts module runs on, or None. It lives in stock's forward closure."""
+    forward = vars(experts).get("forward")
+    for name, cell in zip(
+        getattr(getattr(forward, "__code__", None), "co_freevars", ()), getattr(forward, "__closure__", None) or (), strict=True
+    ):
+        if name == "implementation":
+            return cell.cell_contents
+    return None
+
+
+def has_closure_forward(modules: Iterable[nn.Module]) -> bool:
+    """Whether a module's forward is a closure, which a deep copy would share with the original, weights and all."""
+    return any(getattr(vars(module).get("forward"), "__closure__", None) for module in modules)
+
+

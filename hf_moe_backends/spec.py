@@ -1,0 +1,219 @@
+"""What a backend declares about itself: plain data, readable without torch and without the backend's own packages."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from packaging.specifiers import SpecifierSet
+
+CONTRACT = 1
+"""The version of the plugin contract: this module's dataclasses and the call signatures in `KINDS`."""
+
+Kind = Literal["attn", "linear", "norm", "experts", "dispatcher", "loss"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+STOCK_NAMES: Mapping[Kind, frozenset[str]] = {
+    "experts": frozenset({"eager", "grouped_mm", "batched_mm", "sonicmoe", "deepgemm", "deepgemm_megamoe"}),
+    "attn": frozenset(
+        {"eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
+    ),
+    "dispatcher": frozenset({"all_to_all", "all_reduce"}),
+    "linear": frozenset({"torch"}),
+    "norm": frozenset({"torch"}),
+    "loss": frozenset({"torch"}),
+}
+"""Names that mean Transformers' or torch's own code. Plugins cannot take them."""
+
+FEATURES: Mapping[Kind, Mapping[str, str]] = {
+    "experts": {
+        "transposed": "weights stored (experts, in, out)",
+        "interleaved": "gate and up columns interleaved",
+        "bias": "biases on both projections",
+        "ungated": "experts without a gate (up_proj, activation, down_proj)",
+        "post_expert_norm": "a norm on each expert's output",
+        "sentinels": "expert-parallel sentinels (id == number of local experts, weight 0)",
+        "negative_ids": "expert id -1 for pairs of other ranks",
+        "parametrized": "weights computed at each access (LoRA through torch parametrizations)",
+        "late_dispatch": "an experts class that Transformers does not decorate",
+    },
+    "attn": {
+        "sinks": "learned attention sinks (s_aux)",
+        "softcap": "soft-capped attention scores",
+        "sliding_window": "a sliding window",
+        "mla": "value heads of another size than query heads (MLA)",
+        "gqa": "fewer key-value heads than query heads",
+        "bidirectional": "attention that is not causal",
+        "sparse_indices": "a sparse set of keys per query (an indexer's top-k)",
+    },
+    "linear": {
+        "bias": "a bias",
+        "router": "the router's projection",
+        "head": "the output head",
+    },
+    "norm": {
+        "zero_centred": "weights stored minus one",
+        "unweighted": "no weight",
+        "layer_norm": "LayerNorm",
+        "custom": "a norm that is none of the known formulas",
+    },
+    "dispatcher": {},
+    "loss": {},
+}
+"""What sites may demand beyond the plain case, by kind, in the words of an error message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a backend can serve. A demand outside it is refused by name and passed over by `"auto"`.
+
+    `features` lists what it serves of `FEATURES[kind]` beyond the plain case. `gates` lists the gate formulas it fuses
+    (see `hf_moe_backends.recognise`); None means that it calls the module's own gate and so serves any. `min_sm` is the
+    CUDA compute capability times ten (90 for Hopper). `alignment` is what each of a site's matrix sizes must be a
+    multiple of, in elements. `host_sync` says that a call waits for the device.
+    """
+
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    min_sm: int | None = None
+    dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float16"})
+    features: frozenset[str] = frozenset()
+    gates: frozenset[str] | None = None
+    alignment: int = 1
+    training: bool = True
+    compile: bool = True
+    autocast: bool = True
+    deterministic: bool = True
+    host_sync: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirement:
+    """A package that a backend needs: its distribution, the name it imports as, and the versions that work."""
+
+    distribution: str
+    import_name: str | None = None
+    version: str = ""
+
+    def missing(self) -> str | None:
+        """Why this requirement is not met here, or None. Reads metadata only; imports nothing."""
+        wanted = f"{self.distribution}{self.version}"
+        try:
+            found = importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            module = (self.import_name or self.distribution).partition(".")[0]
+            if not self.version and importlib.util.find_spec(module.replace("-", "_")) is not None:
+                return None  # the same module from a distribution of another name
+            return f"needs {wanted}, not installed"
+        if not SpecifierSet(self.version).contains(found, prereleases=True):
+            return f"needs {wanted}, found {found}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option of a backend, given as `BackendConfig(options={"kind.backend": {name: value}})`."""
+
+    name: str
+    type: type[bool] | type[int] | type[float] | type[str]
+    default: bool | int | float | str | None
+    help: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendSpec:
+    """One backend, as a plugin offers it.
+
+    `target` is `"package.module:attribute"`, imported only when a plan needs it. What the attribute must be depends on
+    the kind (T tokens, K experts a token, H hidden size):
+
+    - `experts`: `fn(experts, hidden_states (T, H), top_k_index (T, K) int64, top_k_weights (T, K), **options)
+      -> (T, H)`, Transformers' own contract of `ALL_EXPERTS_FUNCTIONS`;
+    - `attn`: an `AttentionBackend`;
+    - `linear`, `norm`: `convert(module, **options) -> Module` that holds the same Parameter objects under the same
+      names and allocates nothing;
+    - `dispatcher`: a class with the constructor and the call of Transformers' `EPImplementation`;
+    - `loss`: `fn(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs)
+      -> scalar`, Transformers' own `loss_function` contract.
+
+    `probe` names a function of no arguments, `"package.module:attribute"`, that returns why the backend cannot run on
+    this machine, or None. `install` is the pip command that makes the backend available. Of the backends that can serve
+    a model, `"auto"` takes the one with the highest `priority`; stock code has 0.
+    """
+
+    kind: Kind
+    name: str
+    target: str
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    requires: tuple[Requirement, ...] = ()
+    probe: str | None = None
+    options: tuple[Option, ...] = ()
+    install: str = ""
+    contract: int = CONTRACT
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"BackendSpec kind={self.kind!r} is none of {', '.join(KINDS)}")
+        if not self.name.isidentifier() or self.name == "auto":
+            raise ValueError(f"BackendSpec name={self.name!r} must be an identifier other than 'auto'")
+        if ":" not in self.target:
+            raise ValueError(f"BackendSpec target={self.target!r} must read 'package.module:attribute'")
+        unknown = self.capabilities.features - FEATURES[self.kind].keys()
+        if unknown:
+            raise ValueError(
+                f"{self.kind}={self.name!r} claims unknown features {sorted(unknown)}; "
+                f"known: {', '.join(FEATURES[self.kind]) or 'none'}"
+            )
+
+    def load(self) -> Any:
+        """Import and return `target`."""
+        return load_object(self.target)
+
+    def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of all options: `given` over the defaults.
+
+        Raises:
+            ValueError: an option that this backend does not have, or a value of another type than declared.
+        """
+        from hf_moe_backends.errors import nearest
+
+        declared = {option.name: option for option in self.options}
+        for name, value in given.items():
+            if name not in declared:
+                raise ValueError(f"{self.kind}.{self.name} has no option {name!r}: {nearest(name, declared)}")
+            wanted = declared[name].type
+            if isinstance(value, bool) != (wanted is bool) or not isinstance(
+                value, (int, float) if wanted is float else wanted
+            ):
+                raise ValueError(
+                    f"option {self.kind}.{self.name}.{name} takes {wanted.__name__}, got {value!r} "
+                    f"({type(value).__name__})"
+                )
+        return {name: given.get(name, option.default) for name, option in declared.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBackend:
+    """What an `attn` backend's target is.
+
+    `attention(module, query (B, Hq, S, D), key (B, Hkv, S, D), value, attention_mask, dropout=, scaling=, **kwargs)
+    -> (output (B, S, Hq, D), weights or None)` is Transformers' `AttentionInterface` contract. `mask` is a mask function
+    of its `AttentionMaskInterface`, or the name of a stock one. It has no default: an attention function whose name has
+    no mask function is handed None in silence, padding or not.
+    """
+
+    attention: Callable[..., Any]
+    mask: Callable[..., Any] | str
+
+
+def load_object(path: str) -> Any:
+    """Import `"package.module:attribute"`."""
+    module, _, attribute = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    return found

@@ -1,0 +1,412 @@
+"""`survey(model)`: the sites of every kind in a model, each with what it demands of a backend."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from hf_moe_backends.recognise import Gate, Norm, recognise_gate, recognise_norm
+from hf_moe_backends.spec import KINDS, Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a site asks of a backend, whatever its kind.
+
+    `features` are names of `spec.FEATURES`. `sizes` are matrix sizes in elements, those that a backend's `alignment`
+    must divide. `device` is where the module computes, `"meta"` when that is not decided. `sharding` is `ep`, `fsdp2`,
+    `fsdp1`, `zero3` or None. `blocked` says why no backend but the stock code can serve this site, or None.
+    """
+
+    device: str
+    dtype: str | None
+    training: bool = False
+    features: frozenset[str] = frozenset()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    sharding: str | None = None
+    blocked: str | None = None
+
+    def summary(self) -> str:
+        """One line that tells sites of different demands apart."""
+        sizes = " ".join(f"{name} {size}" for name, size in self.sizes.items())
+        parts = [sizes, self.dtype or "", self.device, " ".join(sorted(self.features)), self.sharding or ""]
+        return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsDemand(Demand):
+    """An experts module: E experts, hidden size H, intermediate size I."""
+
+    gate: Gate
+
+    def summary(self) -> str:
+        return f"{super().summary()}, {self.gate}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionDemand(Demand):
+    """An attention module that goes through `ALL_ATTENTION_FUNCTIONS`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormDemand(Demand):
+    """A norm over the last dimension."""
+
+    norm: Norm
+
+    def summary(self) -> str:
+        order = ", rounds before its weight" if self.norm.cast_before_weight else ""
+        return f"{super().summary()}, {self.norm.formula}(eps={self.norm.eps:g}){order}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """One place in one model where a kind applies."""
+
+    kind: Kind
+    name: str
+    module: nn.Module = field(repr=False)
+    demand: Demand
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Site) and self.kind == other.kind and self.module is other.module
+
+    def __hash__(self) -> int:
+        return hash((self.kind, id(self.module)))
+
+
+def survey(model: nn.Module) -> dict[Kind, tuple[Site, ...]]:
+    """The sites of every kind, in the order of `model.named_modules()`. Reads the model and changes nothing.
+
+    Sub-models are included: the text and vision parts of a vision-language model, the thinker and talker of an omni
+    model. A module that is used twice is one site.
+    """
+    found: dict[Kind, list[Site]] = {kind: [] for kind in KINDS}
+    context = _Context(model)
+    for name, module in model.named_modules():
+        for site in context.sites(name, module):
+            found[site.kind].append(site)
+    return {kind: tuple(sites) for kind, sites in found.items()}
+
+
+UNDISPATCHED: Mapping[str, tuple[str, str]] = {
+    "Llama4TextExperts": ("llama4", "it runs every expert on every token in one dense product, on inputs scaled beforehand"),
+    "DbrxExperts": ("dbrx", "it keeps w1, v1 and w2 as (experts * intermediate, hidden) in an inner module"),
+    "JetMoeParallelExperts": ("jetmoe", "it routes attention heads as well, over weights of its own ParallelExperts"),
+    "LongcatFlashExperts": ("longcat_flash", "it mixes identity experts into the routing, with rows of weights that nothing uses"),
+    "SwitchTransformersExperts": ("switch_transformers", "its experts are separate modules, with a capacity that drops tokens"),
+    "NllbMoeExperts": ("nllb_moe", "its experts are separate modules"),
+    "DogeCDMoE": ("doge", "its experts are rows of an embedding, retrieved by product keys"),
+    "VitPoseNaiveMoe": ("vitpose_backbone", "its experts are separate linear layers, one a data set"),
+    "Mxfp4GptOssExperts": ("gpt_oss in MXFP4", "its weights are quantised; load with Mxfp4Config(dequantize=True)"),
+    "SequentialLlama4TextExperts": ("llama4", "its experts were unfused into separate modules by a quantiser"),
+}
+"""Experts classes that Transformers does not dispatch and that this package does not serve: the family and the reason.
+
+Setting `experts_implementation` on them is accepted by Transformers and does nothing.
+"""
+
+_ROUTED_GROUPS = ("gate_up_proj", "down_proj")
+
+
+class _Context:
+    """What the sites of one model share: who holds which module, and which experts have which router."""
+
+    def __init__(self, model: nn.Module):
+        self.parent: dict[nn.Module, nn.Module] = {}
+        for module in model.modules():
+            for child in module.children():
+                self.parent.setdefault(child, module)
+        self.sharding = {module: _fsdp1(module) for module in model.modules()}
+        self.heads = {
+            head for m in model.modules() if isinstance(m, PreTrainedModel) and (head := _output_head(m)) is not None
+        }
+
+    def sites(self, name: str, module: nn.Module) -> Iterator[Site]:
+        class_name = type(module).__name__
+        if dispatches_experts(module):
+            yield self._experts(name, module)
+            if is_expert_parallel(module):
+                demand = Demand(device=_device(module), dtype=_dtype(module), sharding="ep")
+                yield Site(kind="dispatcher", name=name, module=module, demand=demand)
+        elif dispatches_late(module):
+            yield self._experts(name, module, late=True)
+        elif class_name in UNDISPATCHED and type(module).__module__.startswith("transformers."):
+            family, reason = UNDISPATCHED[class_name]
+            blocked = f"{family} does not dispatch its experts: {reason}"
+            yield Site(kind="experts", name=name, module=module, demand=_blocked(module, blocked))
+        elif _looks_like_experts(module):
+            blocked = f"{class_name} is not decorated with Transformers' @use_experts_implementation"
+            yield Site(kind="experts", name=name, module=module, demand=_blocked(module, blocked))
+
+        if dispatches_attention(module):
+            yield Site(kind="attn", name=name, module=module, demand=self._attention(module))
+        if type(module) is nn.Linear:
+            yield Site(kind="linear", name=name, module=module, demand=self._linear(module))
+        elif _is_norm(module):
+            yield Site(kind="norm", name=name, module=module, demand=self._norm(module))
+        if isinstance(module, PreTrainedModel) and _output_head(module) is not None:
+            head = _output_head(module)
+            assert head is not None
+            demand = Demand(
+                device=_device(head), dtype=_dtype(head), sizes={"vocabulary": head.weight.shape[0]}  # type: ignore[index, arg-type]
+            )
+            yield Site(kind="loss", name=name, module=module, demand=demand)
+
+    def _experts(self, name: str, module: nn.Module, late: bool = False) -> Site:
+        experts: Any = module
+        gated = bool(getattr(experts, "has_gate", True))
+        transposed = bool(getattr(experts, "is_transposed", False))
+        features = {
+            "transposed": transposed,
+            "interleaved": gated and not getattr(experts, "is_concatenated", True),
+            "bias": bool(getattr(experts, "has_bias", False)),
+            "ungated": not gated,
+            "post_expert_norm": bool(getattr(experts, "has_post_expert_norm", False)),
+            "sentinels": is_expert_parallel(experts),
+            "parametrized": hasattr(experts, "parametrizations"),
+            "late_dispatch": late,
+        }
+        up_name = "gate_up_proj" if gated else "up_proj"
+        weight = _stored(experts, up_name)
+        sizes = {}
+        if weight is not None and len(shape := getattr(weight, "ds_shape", weight.shape)) == 3:
+            fused = shape[2] if transposed else shape[1]
+            sizes = {
+                "experts": shape[0],
+                "hidden": shape[1] if transposed else shape[2],
+                "intermediate": fused // 2 if gated else fused,
+            }
+        dtype = _dtype(module)
+        blocked = None
+        if dtype is not None and dtype.startswith(("float8", "int", "uint")):
+            blocked = f"its weights are quantised ({dtype})"
+        elif late and "forward" in vars(module):
+            blocked = f"{type(module).__name__} already has a forward of its own, so it cannot be decorated late"
+        demand = ExpertsDemand(
+            device=_device(module),
+            dtype=dtype,
+            training=module.training,
+            features=frozenset(name for name, present in features.items() if present),
+            sizes=sizes,
+            sharding=self._sharding(module),
+            gate=recognise_gate(_Late(module) if late else module),
+            blocked=blocked,
+        )
+        return Site(kind="experts", name=name, module=module, demand=demand)
+
+    def _attention(self, module: nn.Module) -> Demand:
+        attention: Any = module
+        source = _forward_source(type(module))
+        head = getattr(attention, "qk_head_dim", None) or getattr(attention, "head_dim", None) or 0
+        value_head = getattr(attention, "v_head_dim", None) or head
+        groups = getattr(attention, "num_key_value_groups", 1)
+        sinks = re.search(r"s_aux=self\.(\w+)", source)
+        softcap = re.search(r"softcap=self\.(\w+)", source)
+        features = {
+            "sinks": sinks is not None and getattr(attention, sinks[1], None) is not None,
+            "softcap": softcap is not None and getattr(attention, softcap[1], None) is not None,
+            "sliding_window": "sliding_window=" in source and getattr(attention, "sliding_window", None) is not None,
+            "mla": value_head != head,
+            "gqa": isinstance(groups, int) and groups > 1,
+            "bidirectional": not getattr(attention, "is_causal", True),
+            # these families mask the indexer's choice into the mask for eager and sdpa only, and hand any other
+            # implementation the indices instead
+            "sparse_indices": '_attn_implementation in ("eager", "sdpa")' in source,
+        }
+        sizes = {"head": head} | ({"value head": value_head} if value_head != head else {})
+        return AttentionDemand(
+            device=_device(module),
+            dtype=_dtype(module),
+            training=module.training,
+            features=frozenset(name for name, present in features.items() if present),
+            sizes=sizes if head else {},
+            sharding=self._sharding(module),
+        )
+
+    def _linear(self, module: nn.Linear) -> Demand:
+        features = {
+            "bias": module.bias is not None,
+            "head": module in self.heads,
+            "router": self._is_router(module),
+        }
+        return Demand(
+            device=_device(module),
+            dtype=_dtype(module),
+            training=module.training,
+            features=frozenset(name for name, present in features.items() if present),
+            sizes={"in": module.in_features, "out": module.out_features},
+            sharding=self._sharding(module),
+        )
+
+    def _is_router(self, module: nn.Linear) -> bool:
+        """A projection to one score an expert, beside the experts it scores or one module below."""
+        owner = self.parent.get(module)
+        for _ in range(2):
+            if owner is None:
+                return False
+            for sibling in owner.children():
+                scored = getattr(sibling, "num_experts", None)
+                if hasattr(sibling, "down_proj") and scored == module.out_features:
+                    return True
+            owner = self.parent.get(owner)
+        return False
+
+    def _norm(self, module: nn.Module) -> Demand:
+        norm = recognise_norm(module)
+        weight = next(iter(module.parameters(recurse=False)), None)
+        features = {
+            "zero_centred": norm.zero_centred,
+            "unweighted": not norm.weighted,
+            "layer_norm": norm.formula == "layer",
+            "custom": norm.formula == "custom",
+        }
+        return NormDemand(
+            device=_device(module),
+            dtype=_dtype(module),
+            training=module.training,
+            features=frozenset(name for name, present in features.items() if present),
+            sizes={} if weight is None else {"width": getattr(weight, "ds_shape", weight.shape)[-1]},
+            sharding=self._sharding(module),
+            norm=norm,
+        )
+
+    def _sharding(self, module: nn.Module) -> str | None:
+        if is_expert_parallel(module):
+            return "ep"
+        parameters = list(module.parameters(recurse=False))
+        if any(isinstance(p, DTensor) for p in parameters):
+            return "fsdp2"
+        if any(hasattr(p, "ds_id") for p in parameters):
+            return "zero3"
+        above: nn.Module | None = module
+        while above is not None:
+            if self.sharding[above]:
+                return "fsdp1"
+            above = self.parent.get(above)
+        return None
+
+
+class _Late:
+    """An undecorated experts module as the decorator would make it, for `recognise_gate`."""
+
+    has_gate = True
+    is_concatenated = True
+
+    def __init__(self, module: nn.Module):
+        self._apply_gate = module._apply_gate
+
+
+def dispatches_experts(module: nn.Module) -> bool:
+    """Whether this module's class looks its forward up in `ALL_EXPERTS_FUNCTIONS` (`@use_experts_implementation`)."""
+    return _decorated_forward(type(module)) is not None
+
+
+@cache
+def _decorated_forward(cls: type) -> Any:
+    forward = getattr(cls, "forward", None)
+    for cell in getattr(forward, "__closure__", None) or ():
+        if cell.cell_contents is ALL_EXPERTS_FUNCTIONS:
+            return forward
+    return None
+
+
+def dispatches_late(module: nn.Module) -> bool:
+    """Whether this undecorated experts module has the default layout and so can be made to dispatch."""
+    return type(module).__name__ == "Step3p7Experts" and _looks_like_experts(module) and hasattr(module, "_apply_gate")
+
+
+def dispatches_attention(module: nn.Module) -> bool:
+    """Whether this module's own forward looks its attention function up in `ALL_ATTENTION_FUNCTIONS`."""
+    return "ALL_ATTENTION_FUNCTIONS.get_interface(" in _forward_source(type(module))
+
+
+@cache
+def _forward_source(cls: type) -> str:
+    try:
+        return inspect.getsource(inspect.unwrap(cls.forward))  # type: ignore[attr-defined]
+    except (OSError, TypeError, AttributeError):
+        return ""
+
+
+def is_expert_parallel(module: nn.Module) -> bool:
+    """Whether this experts module holds one rank's experts, so that ids outside them can arrive."""
+    if getattr(module, "_is_expert_parallel", False):  # from Transformers 5.18
+        return True
+    forward = vars(module).get("forward")
+    return getattr(forward, "__qualname__", "").startswith(("EpDispatchExperts", "MoeExpertsParallel"))
+
+
+def _looks_like_experts(module: nn.Module) -> bool:
+    weights = [module._parameters.get(name) for name in _ROUTED_GROUPS]
+    return all(w is not None and w.ndim == 3 for w in weights) and hasattr(module, "num_experts")
+
+
+def _is_norm(module: nn.Module) -> bool:
+    if next(module.children(), None) is not None:
+        return False
+    parameters = dict(module.named_parameters(recurse=False))
+    if not parameters:
+        return "norm" in type(module).__name__.lower()
+    return "weight" in parameters and "norm" in type(module).__name__.lower()
+
+
+def _output_head(model: PreTrainedModel) -> nn.Module | None:
+    """The output head of a model that computes a loss over a vocabulary, else None."""
+    try:
+        head = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return head if isinstance(head, nn.Module) and hasattr(head, "weight") else None
+
+
+def _stored(module: nn.Module, name: str) -> torch.Tensor | None:
+    """A weight without computing it: the original under a parametrization."""
+    parametrized = getattr(module, "parametrizations", None)
+    if parametrized is not None and name in parametrized:
+        original: torch.Tensor = parametrized[name].original
+        return original
+    value = getattr(module, name, None)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _first_tensor(module: nn.Module) -> torch.Tensor | None:
+    return next(module.parameters(), None)
+
+
+def _device(module: nn.Module) -> str:
+    hook = getattr(module, "_hf_hook", None)  # accelerate: the weights may be elsewhere until the forward
+    device = getattr(hook, "execution_device", None)
+    if device is not None:
+        return torch.device(device).type
+    tensor = _first_tensor(module)
+    return "cpu" if tensor is None else tensor.device.type
+
+
+def _dtype(module: nn.Module) -> str | None:
+    tensor = _first_tensor(module)
+    return None if tensor is None else str(tensor.dtype).removeprefix("torch.")
+
+
+def _fsdp1(module: nn.Module) -> bool:
+    return type(module).__name__ == "FullyShardedDataParallel"
+
+
+def _blocked(module: nn.Module, reason: str) -> Demand:
+    return ExpertsDemand(
+        device=_device(module),
+        dtype=_dtype(module),
+        training=module.training,
+        gate=Gate(formula="custom"),
+        blocked=reason,
+    )
