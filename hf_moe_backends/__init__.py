@@ -4,7 +4,8 @@
 
     set_moe_backend(model, BackendConfig(experts="torch_mm"))
 
-Public names load on first use, so that listing backends needs neither torch nor Transformers.
+Public names load on first use, so that listing backends needs neither torch nor Transformers. `survey` is imported from
+`hf_moe_backends.survey`, whose name it shares.
 """
 
 from __future__ import annotations
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
     from hf_moe_backends.spec import (
         Requirement as Requirement,
     )
-    from hf_moe_backends.survey import survey as survey
 
 _HOME = {
     "AttentionBackend": "spec",
@@ -92,7 +92,6 @@ _HOME = {
     "plan_moe_backend": "api",
     "reset_moe_backend": "api",
     "set_moe_backend": "api",
-    "survey": "survey",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ from torch import nn
 
 from hf_moe_backends.config import BackendConfig
 from hf_moe_backends.errors import ConfigError
-from hf_moe_backends.plan import MARK, Plan, host, lock, plans
+from hf_moe_backends.plan import MARK, Plan, host, lock, plans, revert_all
 from hf_moe_backends.registry import registry
+from hf_moe_backends.spec import Kind
 
 
 def plan_moe_backend(model: nn.Module, config: BackendConfig, *, device: str | None = None) -> Plan:
@@ -57,11 +57,10 @@ def reset_moe_backend(model: nn.Module) -> None:
     """Back to stock: the modules, forwards, config objects and parameters that the model had. No-op on a stock model.
 
     Raises:
-        PlanError: the model was sharded after its modules were replaced.
+        PlanError: the model was sharded, hooked or copied in part after its modules were replaced. Nothing is reset.
     """
     with lock:
-        for plan in plans(model):
-            plan.revert(model if plan.model is host(model) else None)
+        revert_all(plans(model), model)
 
 
 def get_moe_backend(model: nn.Module) -> BackendConfig:
@@ -81,22 +80,23 @@ def get_moe_backend(model: nn.Module) -> BackendConfig:
         edit = next(e for e in plan.edits if e.backend is choice.backend)
         now = getattr(getattr(choice.sites[0].module, "config", None), attribute, None)
         if now != edit.key:
-            options = {k: v for k, v in config.options.items() if not k.startswith(f"{kind}.")}
-            config = replace(config, **{kind: now, "options": options})
+            kept = {k: v for k, v in config.options.items() if not k.startswith(f"{kind}.")}
+            config = BackendConfig.from_dict(config.to_dict() | {kind: now, "options": kept})
     return config
 
 
 @contextmanager
 def moe_backend(model: nn.Module, config: BackendConfig) -> Iterator[Plan]:
     """`set_moe_backend` for the time of a `with` block; what was in force on entry comes back on exit."""
-    before = vars(host(model)).get(MARK)
+    before = plans(host(model))
     plan = set_moe_backend(model, config)
     try:
         yield plan
     finally:
-        reset_moe_backend(model)
-        if isinstance(before, Plan):
-            before.apply()
+        with lock:
+            reset_moe_backend(model)
+            for earlier in before:
+                earlier.resume()
 
 
 @contextmanager
@@ -104,13 +104,12 @@ def _as_stock(model: nn.Module) -> Iterator[None]:
     """The model as it is without any plan, so that another plan can be made for it."""
     inside = set(model.modules())
     in_force = [plan for plan in plans(model) if plan.model in inside]
-    for plan in in_force:
-        plan.revert()
+    revert_all(in_force)
     try:
         yield
     finally:
         for plan in in_force:
-            plan.apply()
+            plan.resume()
 
 
 class AutoModelForCausalLM(transformers.AutoModelForCausalLM):  # type: ignore[misc]
@@ -121,7 +120,7 @@ class AutoModelForCausalLM(transformers.AutoModelForCausalLM):  # type: ignore[m
     """
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *args: Any, backend: BackendConfig | None = None, **kwargs: Any
     ) -> Any:
         backend = _beside_stock_arguments(backend, kwargs)
@@ -130,7 +129,7 @@ class AutoModelForCausalLM(transformers.AutoModelForCausalLM):  # type: ignore[m
         return model
 
     @classmethod
-    def from_config(cls, config: Any, backend: BackendConfig | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+    def from_config(cls, config: Any, backend: BackendConfig | None = None, **kwargs: Any) -> Any:
         backend = _beside_stock_arguments(backend, kwargs)
         # Transformers does not copy it, so that two models built from one config share it
         model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), **kwargs)
@@ -140,15 +139,16 @@ class AutoModelForCausalLM(transformers.AutoModelForCausalLM):  # type: ignore[m
 
 def _beside_stock_arguments(backend: BackendConfig | None, kwargs: dict[str, Any]) -> BackendConfig:
     """The config to apply, where Transformers' own arguments for the same thing may be given as well."""
-    given = backend is not None
     backend = BackendConfig.auto() if backend is None else backend
-    for kind, argument in (("attn", "attn_implementation"), ("experts", "experts_implementation")):
-        if kwargs.get(argument) is None or backend.get(kind) is None:  # type: ignore[arg-type]
+    arguments: dict[Kind, str] = {"attn": "attn_implementation", "experts": "experts_implementation"}
+    for kind, argument in arguments.items():
+        asked = backend.get(kind)
+        if kwargs.get(argument) is None or asked is None:
             continue
-        if given and backend.get(kind) != "auto":  # type: ignore[arg-type]
+        if asked != "auto":
             raise ConfigError(
-                f"{argument}={kwargs[argument]!r} and backend {kind}={backend.get(kind)!r} both say what {kind} runs on; "  # type: ignore[arg-type]
+                f"{argument}={kwargs[argument]!r} and backend {kind}={asked!r} both say what {kind} runs on; "
                 "give one of them"
             )
-        backend = replace(backend, **{kind: None})
+        backend = BackendConfig.from_dict(backend.to_dict() | {kind: None})
     return backend

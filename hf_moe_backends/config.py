@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -45,13 +44,13 @@ class BackendConfig:
             raise ConfigError(f"options={self.options!r} must be a mapping like {{'experts.torch_mm': {{...}}}}")
         frozen = {}
         for key, values in self.options.items():
-            kind, _, backend = str(key).partition(".")
-            if kind not in KINDS or not backend:
-                hint = nearest(kind, KINDS)
+            field_name, _, backend = str(key).partition(".")
+            if field_name not in KINDS or not backend:
+                hint = nearest(field_name, KINDS)
                 raise ConfigError(f"options key {key!r} must read 'kind.backend', like 'dispatcher.deepep': {hint}")
-            asked = getattr(self, kind)
+            asked = getattr(self, field_name)
             if asked not in (backend, "auto"):
-                raise ConfigError(f"options are given for {key!r}, but this config asks for {kind}={asked!r}")
+                raise ConfigError(f"options are given for {key!r}, but this config asks for {field_name}={asked!r}")
             if not isinstance(values, Mapping):
                 raise ConfigError(f"options[{key!r}]={values!r} must map option names to values")
             for name, value in values.items():
@@ -66,7 +65,7 @@ class BackendConfig:
     @classmethod
     def auto(cls) -> BackendConfig:
         """Every kind on `"auto"`."""
-        return cls(**{kind: "auto" for kind in KINDS})
+        return cls.from_dict(dict.fromkeys(KINDS, "auto"))
 
     def get(self, kind: Kind) -> str | None:
         """What is asked for one kind."""
@@ -99,7 +98,9 @@ class BackendConfig:
         return values
 
     def __hash__(self) -> int:
-        return hash(json.dumps(self.to_dict(), sort_keys=True))
+        # of the values themselves, since 1 and 1.0 are equal
+        options = frozenset((key, frozenset(values.items())) for key, values in self.options.items())
+        return hash((*map(self.get, KINDS), options))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a mapping proxy does not pickle

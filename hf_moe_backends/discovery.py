@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, distributions
-from typing import Any
+from functools import partial
+from importlib.metadata import distributions
 
 import pluggy
+from packaging.utils import canonicalize_name
 
 from hf_moe_backends import hookspecs
 from hf_moe_backends._version import __version__
@@ -47,36 +48,46 @@ def discover() -> tuple[Plugin, ...]:
 
     disabled = {name.strip() for name in os.environ.get(DISABLE_VARIABLE, "").split(",") if name.strip()}
     found = [_read("hf-moe-backends", __version__, "builtin", lambda: builtin)]
-    for distribution, version, entry_point in _entry_points():
-        if disabled & {entry_point.name, distribution}:
+    disabled_distributions = {canonicalize_name(name) for name in disabled}
+    for distribution, version, entry_point, load in _entry_points():
+        if entry_point in disabled or canonicalize_name(distribution) in disabled_distributions:
             error = f"left out by {DISABLE_VARIABLE}"
-            found.append(
-                Plugin(distribution=distribution, version=version, entry_point=entry_point.name, error=error)
-            )
+            found.append(Plugin(distribution=distribution, version=version, entry_point=entry_point, error=error))
         else:
-            found.append(_read(distribution, version, entry_point.name, entry_point.load))
+            found.append(_read(distribution, version, entry_point, load))
     return tuple(found)
 
 
-def _entry_points() -> Iterable[tuple[str, str, EntryPoint]]:
-    """This project's entry points, each with its distribution's name and version.
+def _entry_points() -> list[tuple[str, str, str, Callable[[], object]]]:
+    """This project's entry points: the distribution's name and version, the entry point's name, and what loads it.
 
     A distribution that is on the path twice counts once, as the first one: that is the one Python imports.
     """
     seen: set[str] = set()
-    found = []
+    found: list[tuple[str, str, str, Callable[[], object]]] = []
     for distribution in distributions():
-        name = distribution.metadata["Name"]
-        if not name or name.lower().replace("_", "-") in seen:
+        try:
+            name, version = distribution.metadata["Name"], distribution.version
+        except Exception:  # what is left of a half-removed distribution
             continue
-        seen.add(name.lower().replace("_", "-"))
-        for entry_point in distribution.entry_points:
-            if entry_point.group == hookspecs.PROJECT:
-                found.append((name, distribution.version, entry_point))
-    return sorted(found, key=lambda item: (item[0].lower(), item[2].name))
+        if not name or canonicalize_name(name) in seen:
+            continue
+        seen.add(canonicalize_name(name))
+        try:
+            entry_points = distribution.entry_points.select(group=hookspecs.PROJECT)
+        except Exception as exception:
+            if hookspecs.PROJECT in (distribution.read_text("entry_points.txt") or ""):
+                found.append((name, version, "entry_points.txt", partial(_raise, exception)))
+            continue
+        found.extend((name, version, entry_point.name, entry_point.load) for entry_point in entry_points)
+    return sorted(found, key=lambda item: (item[0].lower(), item[2]))
 
 
-def _read(distribution: str, version: str, entry_point: str, load: Any) -> Plugin:
+def _raise(exception: Exception) -> object:
+    raise exception
+
+
+def _read(distribution: str, version: str, entry_point: str, load: Callable[[], object]) -> Plugin:
     specs: tuple[BackendSpec, ...] = ()
     error = None
     try:
@@ -84,7 +95,9 @@ def _read(distribution: str, version: str, entry_point: str, load: Any) -> Plugi
         taken = [f"{spec.kind}={spec.name}" for spec in specs if spec.name in STOCK_NAMES[spec.kind]]
         if taken and distribution != "hf-moe-backends":
             raise ValueError(f"it offers {', '.join(taken)}, a name reserved for Transformers' own code")
-    except Exception as exception:  # whatever a plugin raises is its own error and nobody else's
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exception:  # whatever a plugin raises, SystemExit included, is its own error
         specs = ()
         error = f"{type(exception).__name__}: {exception}"
     return Plugin(distribution=distribution, version=version, entry_point=entry_point, specs=specs, error=error)
@@ -95,18 +108,19 @@ def _specs(plugin: object) -> tuple[BackendSpec, ...]:
 
     Raises:
         PluginValidationError: a hook with a wrong name or signature.
-        TypeError: something else than `BackendSpec`s was returned.
+        TypeError: no hook, or one that returned something else than `BackendSpec`s.
     """
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     manager.register(plugin)
     manager.check_pending()
-    if not manager.get_hookcallers(plugin):
+    hook = manager.hook.hf_moe_backends_register
+    if not hook.get_hookimpls():
         module = inspect.getmodule(plugin)
         where = module.__name__ if module else type(plugin).__name__
         raise TypeError(f"{where} has no function {HOOK} marked with hf_moe_backends.hookimpl")
     specs = []
-    for returned in manager.hook.hf_moe_backends_register():
+    for returned in hook() or [None]:  # pluggy leaves None out of its results
         if isinstance(returned, (str, bytes)) or not isinstance(returned, Iterable):
             raise TypeError(f"{HOOK} must return BackendSpecs, got {returned!r}")
         for spec in returned:

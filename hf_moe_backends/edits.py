@@ -12,10 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -24,25 +24,23 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_moe_backends.errors import PlanError
 from hf_moe_backends.registry import Backend
 from hf_moe_backends.spec import STOCK_NAMES, AttentionBackend
-from hf_moe_backends.survey import Site
+from hf_moe_backends.survey import Site, attachments, cannot_replace, sharding_of
 
 
 class ConfigCopies:
     """The model's config objects and this plan's own copies of them.
 
-    One config object may be shared by many models, so nothing is ever written to it. All of a model's configs are copied
-    together: a sub-config that two modules share is shared by their copies as well.
+    One config object may be shared by many models, so nothing is ever written to it. All of a model's configs are
+    copied together: a sub-config that two modules share is shared by their copies as well.
     """
 
     def __init__(self, model: nn.Module):
-        self.originals: list[PreTrainedConfig] = []
-        for module in model.modules():
-            for value in vars(module).values():
-                if isinstance(value, PreTrainedConfig) and not any(value is seen for seen in self.originals):
-                    self.originals.append(value)
+        self.originals = _configs(model)
         self.copies: list[PreTrainedConfig] = copy.deepcopy(self.originals)
         self.written: list[set[str]] = [set() for _ in self.copies]
         self.as_copied: list[dict[str, Any]] = []
+        self.as_left: list[dict[str, Any]] = []
+        self.last_written: list[dict[str, Any]] = []
 
     def write(self, original: PreTrainedConfig, attribute: str, value: object) -> None:
         """Set an attribute of `original`'s copy."""
@@ -51,26 +49,49 @@ class ConfigCopies:
         self.written[index].add(attribute)
 
     def install(self, root: nn.Module) -> None:
+        for i, before in enumerate(self.as_left):  # set while this plan was out of force
+            _carry(self.originals[i], self.copies[i], since=before, but=self.written[i])
         self._swap(root, self.originals, self.copies)
         self.as_copied = [_plain(config) for config in self.copies]
+
+    def rewrite(self) -> None:
+        """Undo `write` since the last `remove`: others may have set these attributes before that."""
+        for config, values in zip(self.copies, self.last_written, strict=True):
+            vars(config).update(values)
 
     def remove(self, root: nn.Module) -> None:
         """Put the originals back, with whatever was set on the copies since, other than by this plan.
 
         A user who sets `model.config.pad_token_id` means the model's config, whichever object that is at the time.
         """
-        for original, config, before, written in zip(
-            self.originals, self.copies, self.as_copied, self.written, strict=True
-        ):
-            now = _plain(config)
-            for name in now.keys() | before.keys():
-                if name in written or (name in now and name in before and now[name] == before[name]):
-                    continue
-                if name in now:
-                    vars(original)[name] = now[name]
-                else:
-                    vars(original).pop(name, None)
+        self._adopt(root)
+        for i, before in enumerate(self.as_copied):
+            _carry(self.copies[i], self.originals[i], since=before, but=self.written[i])
+        self.last_written = [
+            {name: vars(config)[name] for name in written}
+            for config, written in zip(self.copies, self.written, strict=True)
+        ]
+        self.as_left = [_plain(config) for config in self.originals]
         self._swap(root, self.copies, self.originals)
+
+    def _adopt(self, root: nn.Module) -> None:
+        """Make deep copies of this plan's copies pairs of their own. peft's `modules_to_save` deep-copies experts.
+
+        Such a copy has no original. It gets one here: itself without what this plan wrote.
+        """
+        for config in _configs(root):
+            if any(config is known for known in (*self.originals, *self.copies)):
+                continue
+            for original, copied, written in zip(self.originals, self.copies, self.written, strict=True):
+                state = vars(config)
+                if type(config) is type(copied) and written and all(state.get(n) == vars(copied)[n] for n in written):
+                    stock = copy.copy(config)
+                    vars(stock).update({name: vars(original)[name] for name in written})
+                    self.originals.append(stock)
+                    self.copies.append(config)
+                    self.written.append(set(written))
+                    self.as_copied.append(_plain(config))
+                    break
 
     @staticmethod
     def _swap(root: nn.Module, old: list[PreTrainedConfig], new: list[PreTrainedConfig]) -> None:
@@ -81,9 +102,47 @@ class ConfigCopies:
                     vars(module)[name] = replacement[id(value)]
 
 
+def _configs(root: nn.Module) -> list[PreTrainedConfig]:
+    """The config objects that the modules of `root` hold, and those inside them."""
+    held = [value for module in root.modules() for value in vars(module).values()]
+    found: list[PreTrainedConfig] = []
+    for value in held:
+        if isinstance(value, PreTrainedConfig) and not any(value is seen for seen in found):
+            found.append(value)
+            held.extend(vars(value).values())
+    return found
+
+
 def _plain(config: PreTrainedConfig) -> dict[str, Any]:
-    """A config's own values, copied; its sub-configs are compared as configs of their own."""
-    return {k: copy.deepcopy(v) for k, v in vars(config).items() if not isinstance(v, PreTrainedConfig)}
+    """A config's own values to compare with later; its sub-configs are compared as configs of their own.
+
+    Copies, since a value may be changed in place, but for values without an equality: those are what they are.
+    """
+    plain = {}
+    for name, value in vars(config).items():
+        if not isinstance(value, PreTrainedConfig):
+            copied = copy.deepcopy(value)
+            plain[name] = copied if _same(copied, value) else value
+    return plain
+
+
+def _carry(source: PreTrainedConfig, target: PreTrainedConfig, *, since: dict[str, Any], but: set[str]) -> None:
+    """Repeat on `target` what was set or deleted on `source` since it looked like `since`."""
+    now = vars(source)
+    for name in (now.keys() | since.keys()) - but:
+        if name not in now:
+            vars(target).pop(name, None)
+        elif not isinstance(now[name], PreTrainedConfig) and (name not in since or not _same(now[name], since[name])):
+            vars(target)[name] = copy.deepcopy(now[name])
+
+
+def _same(one: object, other: object) -> bool:
+    if one is other:
+        return True
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except Exception:  # tensors and arrays have no single answer
+        return False
 
 
 @dataclass
@@ -116,7 +175,7 @@ class Edit(ABC):
     def revert(self, root: nn.Module) -> None:
         """Undo `apply`, or as much of it as was done."""
 
-    def check_revert(self) -> None:  # noqa: B027
+    def check_revert(self, root: nn.Module) -> None:  # noqa: B027
         """Raise PlanError if the edit cannot be undone as the model is now. Touches nothing."""
 
     @property
@@ -220,6 +279,14 @@ class DispatchLate(Edit):
             state["config"] = owner.config
             state["forward"] = LateForward(site.module)
 
+    def check_revert(self, root: nn.Module) -> None:
+        for site in self.sites:
+            if not isinstance(vars(site.module).get("forward"), LateForward):
+                raise PlanError(
+                    f"{self._label} cannot be undone: {site.name} was hooked or sharded over ranks since, and that "
+                    "would be lost. Remove it first, or load again."
+                )
+
     def revert(self, root: nn.Module) -> None:
         for site in self.sites:
             for name in ("config", "forward", *self._ATTRIBUTES):
@@ -260,9 +327,13 @@ class SetAttention(Edit):
                 try:
                     allowed = model.get_correct_attn_implementation(name)
                 except (ValueError, ImportError) as error:
-                    raise PlanError(f"{self._label}: Transformers refuses it for {type(model).__name__}: {error}") from None
+                    raise PlanError(
+                        f"{self._label}: Transformers refuses it for {type(model).__name__}: {error}"
+                    ) from None
                 if allowed != name:
-                    raise PlanError(f"{self._label}: Transformers would run {type(model).__name__} on {allowed!r} instead")
+                    raise PlanError(
+                        f"{self._label}: Transformers would run {type(model).__name__} on {allowed!r} instead"
+                    )
 
     def register(self) -> None:
         if self._is_stock():
@@ -311,26 +382,32 @@ class ReplaceModules(Edit):
     """Linear or norm modules, each by what the backend's `convert` makes of it, on the same Parameter objects."""
 
     converted: list[tuple[nn.Module, nn.Module]] = field(default_factory=list, repr=False)
+    attached: list[frozenset[tuple[str, object]]] = field(default_factory=list, repr=False)
+
+    _NAME = "_hf_moe_backends_replaces"
+    """The attribute of a converted module with the name of its site. A deep copy of the module has it too."""
 
     @property
     def hook(self) -> str:
         return "module replacement"
 
-    def check(self) -> None:
-        for site in self.sites:
-            reason = _cannot_replace(site)
-            if reason:
-                raise PlanError(f"{self._label}: {site.name} cannot be replaced: {reason}")
-
     def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
+        # back in force after a plan that was only made or is over: the same modules, with what they have gathered
+        before = {id(old): new for old, new in self.converted if _shares_parameters(old, new)}
+        self.converted, self.attached = [], []
         convert: Callable[..., object] = self._load()
-        self.converted = []
         for site in self.sites:
-            new = convert(site.module, **self.options)
+            reason = cannot_replace(site.module)
+            if reason:  # the plan was made before
+                raise PlanError(f"{self._label}: {site.name} cannot be replaced: {reason}")
+            known = before.get(id(site.module))
+            new = known if known is not None else convert(site.module, **self.options)
             self._require_same(site, new)
             assert isinstance(new, nn.Module)
             new.train(site.module.training)
+            vars(new)[self._NAME] = site.name
             self.converted.append((site.module, new))
+            self.attached.append(attachments(new))
             _replace(root, site.module, new)
 
     def _require_same(self, site: Site, new: object) -> None:
@@ -338,22 +415,38 @@ class ReplaceModules(Edit):
         old = site.module
         if not isinstance(new, nn.Module) or new is old:
             raise PlanError(f"{self._label}: converting {site.name} must give another module, got {new!r}")
-        before, after = dict(old.named_parameters()), dict(new.named_parameters())
-        if before.keys() != after.keys() or any(after[name] is not p for name, p in before.items()):
+        if not _shares_parameters(old, new):
+            before, after = dict(old.named_parameters()), dict(new.named_parameters())
             raise PlanError(
                 f"{self._label}: converting {site.name} must keep the Parameter objects {sorted(before)}, "
                 f"got {sorted(after)} with other objects among them"
             )
         extra = new.state_dict(keep_vars=True).keys() ^ old.state_dict(keep_vars=True).keys()
         if extra:
-            raise PlanError(f"{self._label}: converting {site.name} must not change the state dict's keys: {sorted(extra)}")
+            raise PlanError(
+                f"{self._label}: converting {site.name} must not change the state dict's keys: {sorted(extra)}"
+            )
 
-    def check_revert(self) -> None:
-        for _, new in self.converted:
-            if any(isinstance(p, DTensor) for p in new.parameters(recurse=False)):
+    def check_revert(self, root: nn.Module) -> None:
+        for (_, new), before in zip(self.converted, self.attached, strict=True):
+            name = vars(new)[self._NAME]
+            if sharding_of(new) is not None:
                 raise PlanError(
-                    f"{self._label} cannot be undone: the model was sharded after its modules were replaced, and "
-                    "fully_shard goes on gathering into the modules it knows. Reset before sharding, or load again."
+                    f"{self._label} cannot be undone: the model was sharded after its modules were replaced, and the "
+                    "sharding goes on gathering into the modules it knows. Reset before sharding, or load again."
+                )
+            if attachments(new) - before:
+                raise PlanError(
+                    f"{self._label} cannot be undone: hooks were put on {name} after it was replaced, and they would "
+                    "be lost. Remove them first; accelerate's with accelerate.hooks.remove_hook_from_submodules(model)."
+                )
+        ours = {id(new) for _, new in self.converted}
+        for module in root.modules():
+            name = vars(module).get(self._NAME)
+            if name is not None and id(module) not in ours and type(module) in {type(new) for _, new in self.converted}:
+                raise PlanError(
+                    f"{self._label} cannot be undone: {name} was copied while it was replaced, as peft's "
+                    "modules_to_save does, and the copy would stay. Set backends after get_peft_model, or load again."
                 )
 
     def revert(self, root: nn.Module) -> None:
@@ -362,21 +455,11 @@ class ReplaceModules(Edit):
                 old._parameters[name] = parameter  # the ones it has now, should they have been exchanged
             old.train(new.training)
             _replace(root, new, old)
-        self.converted = []
 
 
-def _cannot_replace(site: Site) -> str | None:
-    module, sharding = site.module, site.demand.sharding
-    if sharding is not None:
-        return (
-            f"its parameters are sharded already ({sharding}), and the sharding goes on working on the module it knows. "
-            "Set backends before sharding: in from_pretrained(..., backend=...) for instance"
-        )
-    if getattr(module, "_hf_hook", None) is not None:
-        return "accelerate has hooked it (device_map or offload), and the hook would be lost. Set backends before dispatch_model"
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-        return "it has hooks or a forward of its own, which would be lost"
-    return None
+def _shares_parameters(old: nn.Module, new: nn.Module) -> bool:
+    before, after = dict(old.named_parameters()), dict(new.named_parameters())
+    return before.keys() == after.keys() and all(after[name] is p for name, p in before.items())
 
 
 def _replace(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -452,9 +535,7 @@ class SwapDispatcher(Edit):
             self.before.append(state.pop("forward"))
             assert running is not None
             try:
-                style.install_forward(
-                    site.module, running.ep_mesh, tp_mesh=running.tp_mesh, ep_implementation=self.key
-                )
+                style.install_forward(site.module, running.ep_mesh, tp_mesh=running.tp_mesh, ep_implementation=self.key)
             except Exception:
                 state["forward"] = self.before.pop()
                 raise
@@ -469,7 +550,9 @@ def current_dispatcher(experts: nn.Module) -> Any:
     """The `EPImplementation` that a sharded experts module runs on, or None. It lives in stock's forward closure."""
     forward = vars(experts).get("forward")
     for name, cell in zip(
-        getattr(getattr(forward, "__code__", None), "co_freevars", ()), getattr(forward, "__closure__", None) or (), strict=True
+        getattr(getattr(forward, "__code__", None), "co_freevars", ()),
+        getattr(forward, "__closure__", None) or (),
+        strict=True,
     ):
         if name == "implementation":
             return cell.cell_contents
@@ -477,7 +560,9 @@ def current_dispatcher(experts: nn.Module) -> Any:
 
 
 def has_closure_forward(modules: Iterable[nn.Module]) -> bool:
-    """Whether a module's forward is a closure, which a deep copy would share with the original, weights and all."""
-    return any(getattr(vars(module).get("forward"), "__closure__", None) for module in modules)
+    """Whether a module's forward is a closure, which a deep copy would share with the original, weights and all.
 
-
+    A bound method is none: accelerate's mixed precision binds one to the module, and copying binds it to the copy.
+    """
+    forwards = (vars(module).get("forward") for module in modules)
+    return any(isinstance(forward, FunctionType) and forward.__closure__ for forward in forwards)

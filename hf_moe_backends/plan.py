@@ -78,21 +78,27 @@ class Plan:
     def apply(self) -> None:
         """Make all edits, or none: an exception midway undoes what was done and is raised.
 
-        A plan that is in force on the model gives way, and comes back if this one fails. Applying a plan that is in force
-        does nothing.
+        A plan that is in force on the model gives way, and comes back if this one fails. Applying a plan that is in
+        force does nothing.
         """
         with lock:
             if self.in_force:
                 return
             replaced = plans(self.model)
-            for plan in replaced:
-                plan.revert()
+            revert_all(replaced)
             try:
                 self._apply()
             except BaseException:
                 for plan in replaced:
-                    plan._apply()
+                    plan.resume()
                 raise
+
+    def resume(self) -> None:
+        """Back in force as `revert` found it, with what others had set in the place of this plan's own names."""
+        with lock:
+            self._apply()
+            assert self.configs is not None
+            self.configs.rewrite()
 
     def _apply(self) -> None:
         done: list[Edit] = []
@@ -131,9 +137,9 @@ class Plan:
         with lock:
             if not self.in_force:
                 return
-            for edit in self.edits:
-                edit.check_revert()
             root = self.model if root is None else root
+            for edit in self.edits:
+                edit.check_revert(root)
             for edit in reversed(self.edits):
                 edit.revert(root)
             assert self.configs is not None
@@ -162,8 +168,9 @@ class Plan:
     def _require_copyable(self, how: str) -> None:
         if has_closure_forward(self.model.modules()):
             raise PlanError(
-                f"this model cannot be {how}: Transformers shards experts over ranks through closures, so that a copy "
-                "would run the original's weights. Use save_pretrained, or copy before sharding."
+                f"this model cannot be {how}: a module's forward is a closure, as Transformers installs to shard "
+                "experts over ranks, so that a copy would run the original's weights. Use save_pretrained, or copy "
+                "before that."
             )
 
     def __str__(self) -> str:
@@ -187,6 +194,19 @@ def plans(model: nn.Module) -> list[Plan]:
         if isinstance(plan, Plan) and not any(plan is seen for seen in found):
             found.append(plan)
     return found
+
+
+def revert_all(in_force: list[Plan], root: nn.Module | None = None) -> None:
+    """Revert these plans, or none of them. `root` is for those of the model that it is around."""
+    reverted: list[Plan] = []
+    try:
+        for plan in in_force:
+            plan.revert(root if root is not None and plan.model is host(root) else None)
+            reverted.append(plan)
+    except BaseException:
+        for plan in reverted:
+            plan.resume()
+        raise
 
 
 def _outermost(model: nn.Module) -> Iterator[PreTrainedModel]:
@@ -254,7 +274,9 @@ def _config_owner(model: nn.Module, site: Site) -> nn.Module:
         module = model.get_submodule(".".join(path[:end]))
         if getattr(module, "config", None) is not None:
             return module
-    raise PlanError(f"{site.name} is in no module with a config, so there is nothing it could read a backend's name from")
+    raise PlanError(
+        f"{site.name} is in no module with a config, so there is nothing it could read a backend's name from"
+    )
 
 
 def _explain(choice: Choice, edits: tuple[Edit, ...]) -> Iterator[str]:

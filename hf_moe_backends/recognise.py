@@ -1,7 +1,7 @@
 """Gates and norms recognised by what they compute.
 
-A class name says little across 70 model families, and a fused kernel must know the formula exactly. So the module's own
-code is evaluated on a few small CPU inputs in float64 and compared with the known formulas. What matches none of them is
+A class name says little across 70 model families, and a fused kernel must know the formula exactly. So the module's
+own code is evaluated on a few small CPU inputs and compared with the known formulas. What matches none of them is
 `custom`, and a fused backend says no to it.
 """
 
@@ -52,9 +52,9 @@ class Gate:
 class Norm:
     """What a norm computes over the last dimension.
 
-    `formula` is `rms`, `layer` or `custom`. `zero_centred` norms multiply by `1 + weight`. `cast_before_weight` tells the
-    order in half precision: True rounds the normalised value to the input's dtype and then multiplies, False multiplies
-    in float32 and rounds once.
+    `formula` is `rms`, `layer` or `custom`. `zero_centred` norms multiply by `1 + weight`. `cast_before_weight` tells
+    the order in half precision: True rounds the normalised value to the input's dtype and then multiplies, False
+    multiplies in float32 and rounds once.
     """
 
     formula: str
@@ -88,11 +88,14 @@ _GLU_NAMES = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "rel
 
 
 def recognise_gate(experts: nn.Module) -> Gate:
-    """The gate of a decorated experts module. Never raises; never runs on the module's device or weights."""
+    """The gate of an experts module, decorated or with the decorator's defaults.
+
+    Never raises; never runs on the module's device or weights.
+    """
     try:
         with torch.no_grad():
-            if not experts.has_gate:
-                return _recognise_activation(experts.act_fn)  # type: ignore[arg-type]
+            if not getattr(experts, "has_gate", True):
+                return _recognise_activation(getattr(experts, "act_fn"))  # noqa: B009 - a module types it as Tensor | Module
             return _recognise_glu(partial(_call_gate, experts))
     except Exception:  # a gate that cannot be called like this is none that we know
         return Gate(formula="custom")
@@ -175,9 +178,15 @@ def _recognise_norm(norm: nn.Module) -> Norm:
 
     def call(x: Tensor) -> Tensor:
         clone = copy.copy(norm)  # a stand-in without the module's weights, hooks and instance forward
-        clone.__dict__ = {k: v for k, v in vars(norm).items() if k != "forward" and not k.endswith("_hooks")}
+        # tensors included: FSDP leaves views of freed memory in the place of parameters, and reading them is a crash
+        clone.__dict__ = {
+            k: v
+            for k, v in vars(norm).items()
+            if k != "forward" and not k.endswith("_hooks") and not isinstance(v, Tensor)
+        }
         clone.__dict__["_parameters"] = {n: nn.Parameter(w.to(x.dtype), False) for n, w in weights.items()}
-        return type(norm).forward(clone, x)
+        output: Tensor = type(norm).forward(clone, x)
+        return output
 
     if set(weights) == {"weight", "bias"}:
         eps = float(getattr(norm, "eps", 0.0))
@@ -215,7 +224,7 @@ def _casts_before_weight(call: Callable[[Tensor], Tensor], x: Tensor, scale: Ten
 
 
 def _nearest_attribute(norm: nn.Module, value: float) -> float:
-    """The module's own attribute that is `value` up to the error of solving for it, which is exact where `value` is not."""
+    """The module's own attribute that is `value` up to the error of solving for it, or `value` itself."""
     for found in vars(norm).values():
         if isinstance(found, float) and math.isclose(found, value, rel_tol=0.02, abs_tol=1e-11):
             return found

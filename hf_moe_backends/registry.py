@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hf_moe_backends.discovery import Plugin, discover
 from hf_moe_backends.errors import BackendConflict, ConfigError, nearest
-from hf_moe_backends.spec import CONTRACT, KINDS, BackendSpec, Kind, load_object
+from hf_moe_backends.spec import CONTRACT, BackendSpec, Kind, load_object
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,7 @@ class Backend:
         spec = self.spec
         if spec.contract != CONTRACT:
             newer = spec.contract > CONTRACT
-            cure = (
-                "pip install -U hf-moe-backends" if newer else f"pip install -U {self.plugin.distribution}"
-            )
+            cure = "pip install -U hf-moe-backends" if newer else f"pip install -U {self.plugin.distribution}"
             return f"written for plugin contract {spec.contract}, this is contract {CONTRACT} -> {cure}"
         for requirement in spec.requires:
             reason = requirement.missing()
@@ -37,7 +35,9 @@ class Backend:
         if probe and spec.probe:
             try:
                 reason = load_object(spec.probe)()
-            except Exception as exception:  # a probe that fails is an answer, too
+            except KeyboardInterrupt:
+                raise
+            except BaseException as exception:  # a probe that fails is an answer, too
                 reason = f"its probe raised {type(exception).__name__}: {exception}"
             if reason:
                 return str(reason)
@@ -75,9 +75,11 @@ class Registry:
         conflict = self.conflicting(kind, name)
         if conflict:
             offers = " and ".join(backend.plugin.label for backend in conflict)
+            first, last = conflict[0].plugin, conflict[-1].plugin
+            leave_out = last.distribution if last.distribution != first.distribution else last.entry_point
             raise BackendConflict(
                 f"{kind}={name!r} is offered by {offers}. Uninstall one of them, or leave one out with "
-                f"HF_MOE_BACKENDS_DISABLE={conflict[-1].plugin.distribution}"
+                f"HF_MOE_BACKENDS_DISABLE={leave_out}"
             )
         for backend in self.backends:
             if backend.spec.kind == kind and backend.spec.name == name:
@@ -119,5 +121,3 @@ def registry(*, refresh: bool = False) -> Registry:
         if _registry is None or refresh:
             _registry = Registry(discover())
         return _registry
-
-

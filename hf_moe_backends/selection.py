@@ -56,8 +56,8 @@ def select(
     """One choice a kind, in the order of `KINDS`.
 
     Args:
-        current: what the model runs each kind on as it stands. `"auto"` keeps it unless a backend of higher priority can
-            serve every site: it never swaps one stock implementation for another.
+        current: what the model runs each kind on as it stands. `"auto"` keeps it unless a backend of higher priority
+            can serve every site: it never swaps one stock implementation for another.
         device: the device to plan for where a site's own is undecided (the meta device).
 
     Raises:
@@ -123,10 +123,10 @@ def _best(
             lost = None if name == current else "stock; auto does not swap one stock implementation for another"
         else:
             lost = refusal(backend, sites, device)
-            if lost is None and not backend.spec.capabilities.training and _trains(sites):
-                lost = "has no backward pass, and this model trains"
+            if lost is None and backend.spec.priority <= 0:
+                lost = f"priority {backend.spec.priority} is not above stock code's 0"
         if lost is None and chosen is not None:
-            lost = f"priority {backend.spec.priority} is below {chosen.spec.name}'s {chosen.spec.priority}"
+            lost = f"priority {backend.spec.priority} is not above {chosen.spec.name}'s {chosen.spec.priority}"
         if lost is None:
             chosen = backend
         trace.append(Candidate(name=name, plugin=backend.plugin.label, lost=lost))
@@ -165,9 +165,10 @@ def refusal(backend: Backend, sites: Sequence[Site], device: str | None = None) 
 def _demand_refusal(backend: Backend, site: Site, device: str | None) -> str | None:
     spec, demand = backend.spec, site.demand
     can = spec.capabilities
-    if demand.blocked:
+    stock = spec.name in STOCK_NAMES[spec.kind]
+    if demand.blocked and not (stock and spec.kind in ("linear", "norm")):  # torch's own is what is there
         return demand.blocked
-    if spec.name in STOCK_NAMES[spec.kind]:
+    if stock:
         return None  # stock code says for itself what it can do, when the plan asks the model
     where = device if demand.device == "meta" and device else demand.device
     if where != "meta" and where not in can.devices:
@@ -184,8 +185,10 @@ def _demand_refusal(backend: Backend, site: Site, device: str | None) -> str | N
     if isinstance(demand, ExpertsDemand) and can.gates is not None and demand.gate.formula not in can.gates:
         return f"fuses the gates {', '.join(sorted(can.gates))}, not {demand.gate}"
     for name, size in demand.sizes.items():
-        if size % can.alignment:
+        if name != "experts" and size % can.alignment:  # a count, not the size of a matrix
             return f"needs sizes that are multiples of {can.alignment}, {name} is {size}"
+    if demand.training and not can.training:
+        return "has no backward pass, and this model is in training mode: model.eval() first"
     return None
 
 
@@ -194,10 +197,6 @@ def _options(backend: Backend, given: Mapping[str, Any]) -> dict[str, Any]:
         return backend.spec.resolve_options(given)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _trains(sites: Sequence[Site]) -> bool:
-    return any(site.demand.training for site in sites)
 
 
 def _no_site(kind: Kind, asked: str) -> str:
@@ -211,5 +210,3 @@ def _no_site(kind: Kind, asked: str) -> str:
     elif kind == "experts":
         message += " It is a dense model, or its experts are none that this package knows."
     return message
-
-

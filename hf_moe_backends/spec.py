@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
 
 CONTRACT = 1
 """The version of the plugin contract: this module's dataclasses and the call signatures in `KINDS`."""
@@ -98,19 +100,23 @@ class Requirement:
     import_name: str | None = None
     version: str = ""
 
+    def __post_init__(self) -> None:
+        SpecifierSet(self.version)  # raises here, in the plugin that wrote it, and not in whoever asks
+
     def missing(self) -> str | None:
         """Why this requirement is not met here, or None. Reads metadata only; imports nothing."""
         wanted = f"{self.distribution}{self.version}"
         try:
             found = importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
-            module = (self.import_name or self.distribution).partition(".")[0]
-            if not self.version and importlib.util.find_spec(module.replace("-", "_")) is not None:
+            if not self.version and _importable(self.import_name or self.distribution.replace("-", "_")):
                 return None  # the same module from a distribution of another name
             return f"needs {wanted}, not installed"
-        if not SpecifierSet(self.version).contains(found, prereleases=True):
-            return f"needs {wanted}, found {found}"
-        return None
+        try:
+            met = not self.version or SpecifierSet(self.version).contains(found, prereleases=True)
+        except InvalidVersion:  # of a build by hand; newer versions of packaging say False
+            met = False
+        return None if met else f"needs {wanted}, found {found}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +127,18 @@ class Option:
     type: type[bool] | type[int] | type[float] | type[str]
     default: bool | int | float | str | None
     help: str
+
+    def __post_init__(self) -> None:
+        if not self.accepts(self.default):
+            raise ValueError(f"option {self.name!r} takes {self.type.__name__}, but its default is {self.default!r}")
+
+    def accepts(self, value: object) -> bool:
+        """Whether `value` is of the declared type. A bool is no int, an int is a float, None is for a default None."""
+        if value is None:
+            return self.default is None
+        if isinstance(value, bool):
+            return self.type is bool
+        return isinstance(value, (int, float) if self.type is float else self.type)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +159,7 @@ class BackendSpec:
 
     `probe` names a function of no arguments, `"package.module:attribute"`, that returns why the backend cannot run on
     this machine, or None. `install` is the pip command that makes the backend available. Of the backends that can serve
-    a model, `"auto"` takes the one with the highest `priority`; stock code has 0.
+    a model, `"auto"` takes the one with the highest `priority`. Stock code has 0, so the default is used by name only.
     """
 
     kind: Kind
@@ -160,8 +178,9 @@ class BackendSpec:
             raise ValueError(f"BackendSpec kind={self.kind!r} is none of {', '.join(KINDS)}")
         if not self.name.isidentifier() or self.name == "auto":
             raise ValueError(f"BackendSpec name={self.name!r} must be an identifier other than 'auto'")
-        if ":" not in self.target:
-            raise ValueError(f"BackendSpec target={self.target!r} must read 'package.module:attribute'")
+        for name, path in (("target", self.target), ("probe", self.probe)):
+            if path is not None and not all(path.partition(":")):
+                raise ValueError(f"BackendSpec {name}={path!r} must read 'package.module:attribute'")
         unknown = self.capabilities.features - FEATURES[self.kind].keys()
         if unknown:
             raise ValueError(
@@ -185,12 +204,9 @@ class BackendSpec:
         for name, value in given.items():
             if name not in declared:
                 raise ValueError(f"{self.kind}.{self.name} has no option {name!r}: {nearest(name, declared)}")
-            wanted = declared[name].type
-            if isinstance(value, bool) != (wanted is bool) or not isinstance(
-                value, (int, float) if wanted is float else wanted
-            ):
+            if not declared[name].accepts(value):
                 raise ValueError(
-                    f"option {self.kind}.{self.name}.{name} takes {wanted.__name__}, got {value!r} "
+                    f"option {self.kind}.{self.name}.{name} takes {declared[name].type.__name__}, got {value!r} "
                     f"({type(value).__name__})"
                 )
         return {name: given.get(name, option.default) for name, option in declared.items()}
@@ -201,13 +217,27 @@ class AttentionBackend:
     """What an `attn` backend's target is.
 
     `attention(module, query (B, Hq, S, D), key (B, Hkv, S, D), value, attention_mask, dropout=, scaling=, **kwargs)
-    -> (output (B, S, Hq, D), weights or None)` is Transformers' `AttentionInterface` contract. `mask` is a mask function
-    of its `AttentionMaskInterface`, or the name of a stock one. It has no default: an attention function whose name has
-    no mask function is handed None in silence, padding or not.
+    -> (output (B, S, Hq, D), weights or None)` is Transformers' `AttentionInterface` contract. `mask` is a mask
+    function of its `AttentionMaskInterface`, or the name of a stock one. It has no default: an attention function whose
+    name has no mask function is handed None in silence, padding or not.
     """
 
     attention: Callable[..., Any]
     mask: Callable[..., Any] | str
+
+
+def _importable(name: str) -> bool:
+    """Whether a module is there to import. The packages that a dotted name goes through are searched, not imported."""
+    top, *inner = name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):  # ValueError: a stub that somebody put into sys.modules
+        return False
+    for part in inner:
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        spec = importlib.machinery.PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations)
+    return spec is not None
 
 
 def load_object(path: str) -> Any:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -100,14 +102,32 @@ def survey(model: nn.Module) -> dict[Kind, tuple[Site, ...]]:
 
 
 UNDISPATCHED: Mapping[str, tuple[str, str]] = {
-    "Llama4TextExperts": ("llama4", "it runs every expert on every token in one dense product, on inputs scaled beforehand"),
+    "Llama4TextExperts": (
+        "llama4",
+        "it runs every expert on every token in one dense product, on inputs scaled beforehand",
+    ),
     "DbrxExperts": ("dbrx", "it keeps w1, v1 and w2 as (experts * intermediate, hidden) in an inner module"),
     "JetMoeParallelExperts": ("jetmoe", "it routes attention heads as well, over weights of its own ParallelExperts"),
-    "LongcatFlashExperts": ("longcat_flash", "it mixes identity experts into the routing, with rows of weights that nothing uses"),
-    "SwitchTransformersExperts": ("switch_transformers", "its experts are separate modules, with a capacity that drops tokens"),
+    "LongcatFlashExperts": (
+        "longcat_flash",
+        "it mixes identity experts into the routing, with rows of weights that nothing uses",
+    ),
+    "SwitchTransformersExperts": (
+        "switch_transformers",
+        "its experts are separate modules, with a capacity that drops tokens",
+    ),
     "NllbMoeExperts": ("nllb_moe", "its experts are separate modules"),
     "DogeCDMoE": ("doge", "its experts are rows of an embedding, retrieved by product keys"),
     "VitPoseNaiveMoe": ("vitpose_backbone", "its experts are separate linear layers, one a data set"),
+    "AriaExperts": (
+        "aria",
+        "this version of Transformers computes them in a loop of its own; a newer one dispatches them",
+    ),
+    "FP8Experts": (
+        "an FP8 checkpoint",
+        "quantised experts have kernels of their own, chosen with model.set_experts_implementation(...); "
+        "to run another backend, load with quantization_config=FineGrainedFP8Config(dequantize=True)",
+    ),
     "Mxfp4GptOssExperts": ("gpt_oss in MXFP4", "its weights are quantised; load with Mxfp4Config(dequantize=True)"),
     "SequentialLlama4TextExperts": ("llama4", "its experts were unfused into separate modules by a quantiser"),
 }
@@ -127,7 +147,7 @@ class _Context:
         for module in model.modules():
             for child in module.children():
                 self.parent.setdefault(child, module)
-        self.sharding = {module: _fsdp1(module) for module in model.modules()}
+        self.fsdp2 = any(isinstance(module, FSDPModule) for module in model.modules())
         self.heads = {
             head for m in model.modules() if isinstance(m, PreTrainedModel) and (head := _output_head(m)) is not None
         }
@@ -156,11 +176,9 @@ class _Context:
         elif _is_norm(module):
             yield Site(kind="norm", name=name, module=module, demand=self._norm(module))
         if isinstance(module, PreTrainedModel) and _output_head(module) is not None:
-            head = _output_head(module)
-            assert head is not None
-            demand = Demand(
-                device=_device(head), dtype=_dtype(head), sizes={"vocabulary": head.weight.shape[0]}  # type: ignore[index, arg-type]
-            )
+            head: Any = _output_head(module)
+            sizes = {"vocabulary": getattr(head.weight, "ds_shape", head.weight.shape)[0]}
+            demand = Demand(device=_device(head), dtype=_dtype(head), sizes=sizes)
             yield Site(kind="loss", name=name, module=module, demand=demand)
 
     def _experts(self, name: str, module: nn.Module, late: bool = False) -> Site:
@@ -200,14 +218,14 @@ class _Context:
             features=frozenset(name for name, present in features.items() if present),
             sizes=sizes,
             sharding=self._sharding(module),
-            gate=recognise_gate(_Late(module) if late else module),
+            gate=recognise_gate(module),
             blocked=blocked,
         )
         return Site(kind="experts", name=name, module=module, demand=demand)
 
     def _attention(self, module: nn.Module) -> Demand:
         attention: Any = module
-        source = _forward_source(type(module))
+        source = _forward_source(type(module))  # type: ignore[arg-type]
         head = getattr(attention, "qk_head_dim", None) or getattr(attention, "head_dim", None) or 0
         value_head = getattr(attention, "v_head_dim", None) or head
         groups = getattr(attention, "num_key_value_groups", 1)
@@ -227,7 +245,7 @@ class _Context:
         sizes = {"head": head} | ({"value head": value_head} if value_head != head else {})
         return AttentionDemand(
             device=_device(module),
-            dtype=_dtype(module),
+            dtype=_computes_in(module),
             training=module.training,
             features=frozenset(name for name, present in features.items() if present),
             sizes=sizes if head else {},
@@ -247,6 +265,7 @@ class _Context:
             features=frozenset(name for name, present in features.items() if present),
             sizes={"in": module.in_features, "out": module.out_features},
             sharding=self._sharding(module),
+            blocked=cannot_replace(module),
         )
 
     def _is_router(self, module: nn.Linear) -> bool:
@@ -278,42 +297,65 @@ class _Context:
             features=frozenset(name for name, present in features.items() if present),
             sizes={} if weight is None else {"width": getattr(weight, "ds_shape", weight.shape)[-1]},
             sharding=self._sharding(module),
+            blocked=cannot_replace(module),
             norm=norm,
         )
 
     def _sharding(self, module: nn.Module) -> str | None:
         if is_expert_parallel(module):
             return "ep"
-        parameters = list(module.parameters(recurse=False))
-        if any(isinstance(p, DTensor) for p in parameters):
-            return "fsdp2"
-        if any(hasattr(p, "ds_id") for p in parameters):
-            return "zero3"
-        above: nn.Module | None = module
-        while above is not None:
-            if self.sharding[above]:
-                return "fsdp1"
-            above = self.parent.get(above)
-        return None
+        sharding = sharding_of(module)
+        # between a forward and its backward fully_shard leaves whole parameters, so that only the modules tell
+        return "fsdp2" if sharding == "fsdp1" and self.fsdp2 else sharding
 
 
-class _Late:
-    """An undecorated experts module as the decorator would make it, for `recognise_gate`."""
+def sharding_of(module: nn.Module) -> str | None:
+    """How this module's own parameters are sharded, as far as the module alone tells."""
+    parameters = list(module.parameters(recurse=False))
+    if any(isinstance(p, DTensor) for p in parameters):
+        return "fsdp2"
+    if any(hasattr(p, "ds_id") for p in parameters):
+        return "zero3"
+    if getattr(module, "_is_fsdp_managed_module", False):  # set by torch on every module that FSDP gathers
+        return "fsdp1"
+    return None
 
-    has_gate = True
-    is_concatenated = True
 
-    def __init__(self, module: nn.Module):
-        self._apply_gate = module._apply_gate
+def attachments(module: nn.Module) -> frozenset[tuple[str, object]]:
+    """What others have hung on this very module, and what another module in its place would therefore lack."""
+    state = vars(module)
+    hooks = {(name, key) for name, held in state.items() if name.endswith("_hooks") and held for key in held}
+    own = {(name, None) for name in ("forward", "_hf_hook", "_compiled_call_impl") if state.get(name) is not None}
+    if state.get("forward") == MethodType(type(module).forward, module):
+        own.discard(("forward", None))  # the class's own, which accelerate leaves behind when it removes a hook
+    return frozenset(hooks | own)
+
+
+def cannot_replace(module: nn.Module) -> str | None:
+    """Why another module cannot take this one's place, or None."""
+    sharding = sharding_of(module)
+    if sharding is not None:
+        return (
+            "its parameters are sharded already (FSDP, tensor parallelism or ZeRO-3), and the sharding goes on working "
+            "on the module it knows. Set backends before sharding"
+        )
+    if getattr(module, "_hf_hook", None) is not None:
+        return (
+            "accelerate has hooked it (device_map or offload), and the hook would be lost. "
+            "Set backends before dispatch_model"
+        )
+    if attachments(module):
+        return "it has hooks or a forward of its own, which would be lost"
+    return None
 
 
 def dispatches_experts(module: nn.Module) -> bool:
     """Whether this module's class looks its forward up in `ALL_EXPERTS_FUNCTIONS` (`@use_experts_implementation`)."""
-    return _decorated_forward(type(module)) is not None
+    return _decorated_forward(type(module)) is not None  # type: ignore[arg-type]  # a module's metaclass is hashable
 
 
 @cache
-def _decorated_forward(cls: type) -> Any:
+def _decorated_forward(cls: Hashable) -> Any:
     forward = getattr(cls, "forward", None)
     for cell in getattr(forward, "__closure__", None) or ():
         if cell.cell_contents is ALL_EXPERTS_FUNCTIONS:
@@ -323,16 +365,17 @@ def _decorated_forward(cls: type) -> Any:
 
 def dispatches_late(module: nn.Module) -> bool:
     """Whether this undecorated experts module has the default layout and so can be made to dispatch."""
-    return type(module).__name__ == "Step3p7Experts" and _looks_like_experts(module) and hasattr(module, "_apply_gate")
+    named = any(cls.__name__ == "Step3p7Experts" for cls in type(module).__mro__)  # fully_shard makes a subclass
+    return named and _looks_like_experts(module) and hasattr(module, "_apply_gate")
 
 
 def dispatches_attention(module: nn.Module) -> bool:
     """Whether this module's own forward looks its attention function up in `ALL_ATTENTION_FUNCTIONS`."""
-    return "ALL_ATTENTION_FUNCTIONS.get_interface(" in _forward_source(type(module))
+    return "ALL_ATTENTION_FUNCTIONS.get_interface(" in _forward_source(type(module))  # type: ignore[arg-type]
 
 
 @cache
-def _forward_source(cls: type) -> str:
+def _forward_source(cls: Hashable) -> str:
     try:
         return inspect.getsource(inspect.unwrap(cls.forward))  # type: ignore[attr-defined]
     except (OSError, TypeError, AttributeError):
@@ -398,8 +441,13 @@ def _dtype(module: nn.Module) -> str | None:
     return None if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
 
-def _fsdp1(module: nn.Module) -> bool:
-    return type(module).__name__ == "FullyShardedDataParallel"
+def _computes_in(module: nn.Module) -> str | None:
+    """The dtype of a module's activations, whatever its linear layers store their weights in."""
+    dtype = _dtype(module)
+    if dtype is not None and dtype.startswith(("float8", "int", "uint")):
+        dtype = getattr(getattr(module, "config", None), "dtype", None)
+        dtype = None if dtype is None else str(dtype).removeprefix("torch.")
+    return dtype
 
 
 def _blocked(module: nn.Module, reason: str) -> Demand:

@@ -57,7 +57,10 @@ def hf_moe_backends_register() -> list[BackendSpec]:
 
 
 _STOCK_REQUIRES: dict[tuple[Kind, str], tuple[Requirement, str]] = {
-    ("attn", "flash_attention_2"): (Requirement(distribution="flash-attn", import_name="flash_attn"), "pip install flash-attn"),
+    ("attn", "flash_attention_2"): (
+        Requirement(distribution="flash-attn", import_name="flash_attn"),
+        "pip install flash-attn",
+    ),
     ("attn", "flash_attention_3"): (
         Requirement(distribution="flash-attn-3", import_name="flash_attn_interface"),
         "pip install flash-attn-3",

@@ -26,7 +26,7 @@ def loop(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     output = torch.zeros_like(hidden_states, dtype=accumulate)
     local = top_k_index[(top_k_index >= 0) & (top_k_index < num_experts)]
     # With nothing to do, one expert still runs on no rows: the output must stay connected to autograd.
-    for expert in local.unique().tolist() or [0]:
+    for expert in torch.unique(local).tolist() or [0]:
         token, slot = torch.where(top_k_index == expert)
         if local.numel() == 0:
             token = slot = token[:0]

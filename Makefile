@@ -1,0 +1,41 @@
+# Every target sets up what it needs on a machine that has only Python and pip.
+
+PYTHON ?= python3
+VENV := .venv
+OLDEST_VENV := .venv-oldest
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-oldest test-slow lint clean
+
+demo: $(VENV)/ready
+	$(BIN)/hf-moe-backends demo
+
+test: $(VENV)/ready lint
+	$(BIN)/python -m pytest
+
+# The core on the oldest supported Transformers.
+test-oldest: $(OLDEST_VENV)/ready
+	$(OLDEST_VENV)/bin/python -m pytest
+
+test-slow: $(VENV)/ready
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+	touch $@
+
+$(OLDEST_VENV)/ready: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable . --group test
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(OLDEST_VENV) build dist *.egg-info
