@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hf_moe_backends.discovery import Plugin, discover
 from hf_moe_backends.errors import BackendConflict, ConfigError, nearest
-from hf_moe_backends.spec import CONTRACT, BackendSpec, Kind, load_object
+from hf_moe_backends.spec import CONTRACT, LOAD_TIME, BackendSpec, Kind, load_object
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,11 @@ class Registry:
         for backend in self.backends:
             if backend.spec.kind == kind and backend.spec.name == name:
                 return backend
+        if (kind, name) in LOAD_TIME:
+            raise ConfigError(
+                f"{kind}={name!r} is chosen while a checkpoint is loaded and cannot be set on a model that exists: "
+                f"{LOAD_TIME[kind, name]}"
+            )
         message = f"{kind}={name!r} is not a known backend: {nearest(name, {b.spec.name for b in self.of_kind(kind)})}"
         elsewhere = sorted({b.spec.kind for b in self.backends if b.spec.name == name})
         if elsewhere:

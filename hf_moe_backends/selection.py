@@ -168,8 +168,6 @@ def _demand_refusal(backend: Backend, site: Site, device: str | None) -> str | N
     stock = spec.name in STOCK_NAMES[spec.kind]
     if demand.blocked and not (stock and spec.kind in ("linear", "norm")):  # torch's own is what is there
         return demand.blocked
-    if stock:
-        return None  # stock code says for itself what it can do, when the plan asks the model
     where = device if demand.device == "meta" and device else demand.device
     if where != "meta" and where not in can.devices:
         return f"runs on {', '.join(sorted(can.devices))}, not on {where}"
@@ -185,7 +183,7 @@ def _demand_refusal(backend: Backend, site: Site, device: str | None) -> str | N
     if isinstance(demand, ExpertsDemand) and can.gates is not None and demand.gate.formula not in can.gates:
         return f"fuses the gates {', '.join(sorted(can.gates))}, not {demand.gate}"
     for name, size in demand.sizes.items():
-        if name != "experts" and size % can.alignment:  # a count, not the size of a matrix
+        if size % can.alignment:
             return f"needs sizes that are multiples of {can.alignment}, {name} is {size}"
     if demand.training and not can.training:
         return "has no backward pass, and this model is in training mode: model.eval() first"

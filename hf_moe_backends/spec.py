@@ -31,6 +31,11 @@ STOCK_NAMES: Mapping[Kind, frozenset[str]] = {
 }
 """Names that mean Transformers' or torch's own code. Plugins cannot take them."""
 
+LOAD_TIME: Mapping[tuple[Kind, str], str] = {
+    ("experts", "deepgemm_megamoe"): "from_pretrained(..., experts_implementation='deepgemm_megamoe')",
+}
+"""Stock names that Transformers takes only while it loads a checkpoint, and how. No backend can be set to them."""
+
 FEATURES: Mapping[Kind, Mapping[str, str]] = {
     "experts": {
         "transposed": "weights stored (experts, in, out)",

@@ -47,12 +47,13 @@ class Demand:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsDemand(Demand):
-    """An experts module: E experts, hidden size H, intermediate size I."""
+    """An experts module of `count` experts (0 where its weights do not tell), on this rank under EP."""
 
     gate: Gate
+    count: int = 0
 
     def summary(self) -> str:
-        return f"{super().summary()}, {self.gate}"
+        return f"{self.count} experts, {super().summary()}, {self.gate}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +158,7 @@ class _Context:
         if dispatches_experts(module):
             yield self._experts(name, module)
             if is_expert_parallel(module):
-                demand = Demand(device=_device(module), dtype=_dtype(module), sharding="ep")
+                demand = Demand(device=_device(module), dtype=_dtype(module), training=module.training, sharding="ep")
                 yield Site(kind="dispatcher", name=name, module=module, demand=demand)
         elif dispatches_late(module):
             yield self._experts(name, module, late=True)
@@ -178,7 +179,7 @@ class _Context:
         if isinstance(module, PreTrainedModel) and _output_head(module) is not None:
             head: Any = _output_head(module)
             sizes = {"vocabulary": getattr(head.weight, "ds_shape", head.weight.shape)[0]}
-            demand = Demand(device=_device(head), dtype=_dtype(head), sizes=sizes)
+            demand = Demand(device=_device(head), dtype=_dtype(head), training=module.training, sizes=sizes)
             yield Site(kind="loss", name=name, module=module, demand=demand)
 
     def _experts(self, name: str, module: nn.Module, late: bool = False) -> Site:
@@ -197,11 +198,11 @@ class _Context:
         }
         up_name = "gate_up_proj" if gated else "up_proj"
         weight = _stored(experts, up_name)
-        sizes = {}
+        sizes, count = {}, 0
         if weight is not None and len(shape := getattr(weight, "ds_shape", weight.shape)) == 3:
             fused = shape[2] if transposed else shape[1]
+            count = shape[0]
             sizes = {
-                "experts": shape[0],
                 "hidden": shape[1] if transposed else shape[2],
                 "intermediate": fused // 2 if gated else fused,
             }
@@ -219,6 +220,7 @@ class _Context:
             sizes=sizes,
             sharding=self._sharding(module),
             gate=recognise_gate(module),
+            count=count,
             blocked=blocked,
         )
         return Site(kind="experts", name=name, module=module, demand=demand)

@@ -126,7 +126,7 @@ def test_survey_finds_every_experts_module(family: str) -> None:
         demand = site.demand
         experts: Any = site.module
         assert demand.blocked is None
-        assert demand.sizes["experts"] == experts.num_experts
+        assert demand.count == experts.num_experts
         assert demand.dtype == "float32" and demand.device == "cpu"
         assert ("transposed" in demand.features) == experts.is_transposed
         assert ("bias" in demand.features) == experts.has_bias

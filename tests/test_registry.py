@@ -174,3 +174,8 @@ def test_the_registry_of_the_process_is_read_once_until_refreshed(
     after = registry(refresh=True)
     assert after.get("experts", "fast").plugin.distribution == "fast"
     assert registry() is after
+
+
+def test_a_name_that_is_chosen_at_load_time_says_how() -> None:
+    with pytest.raises(ConfigError, match=r"from_pretrained\(\.\.\., experts_implementation='deepgemm_megamoe'\)"):
+        registry().get("experts", "deepgemm_megamoe")

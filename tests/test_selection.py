@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -19,12 +20,13 @@ from hf_moe_backends import (
     NoSite,
     Option,
     Requirement,
+    builtin,
 )
 from hf_moe_backends.discovery import Plugin
 from hf_moe_backends.recognise import Gate
 from hf_moe_backends.registry import Registry
 from hf_moe_backends.selection import Candidate, Choice, select
-from hf_moe_backends.spec import KINDS, Kind
+from hf_moe_backends.spec import FEATURES, KINDS, Kind
 from hf_moe_backends.survey import Demand, ExpertsDemand, Site
 
 
@@ -35,7 +37,10 @@ def spec(name: str, kind: Kind = "experts", priority: int = 0, **more: Any) -> B
     )
 
 
-STOCK = (spec("eager"), spec("grouped_mm"), spec("torch", kind="norm"), spec("all_to_all", kind="dispatcher"))
+_NAMES = {("experts", "eager"), ("experts", "grouped_mm"), ("norm", "torch"), ("dispatcher", "all_to_all")}
+STOCK = tuple(
+    dataclasses.replace(s, requires=()) for s in builtin.hf_moe_backends_register() if (s.kind, s.name) in _NAMES
+)
 
 
 def registry(*specs: BackendSpec, others: tuple[BackendSpec, ...] = ()) -> Registry:
@@ -54,7 +59,8 @@ def experts(count: int = 2, first: int = 0, **demand: Any) -> tuple[Site, ...]:
         "device": "cpu",
         "dtype": "float32",
         "gate": Gate(formula="swiglu"),
-        "sizes": {"experts": 5, "hidden": 64, "intermediate": 48},
+        "count": 5,
+        "sizes": {"hidden": 64, "intermediate": 48},
     }
     return tuple(
         Site(
@@ -243,7 +249,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "dtype": {"dtype": "bfloat16"},
     "feature": {"features": frozenset({"bias"})},
     "gate": {"gate": Gate(formula="geglu")},
-    "alignment": {"sizes": {"experts": 5, "hidden": 64, "intermediate": 32}},  # a count of experts is no matrix size
+    "alignment": {"count": 5, "sizes": {"hidden": 64, "intermediate": 32}},  # a count of experts is no matrix size
     "training": {"training": False},
 }
 """Demands that the backends of `REFUSED` do meet."""
@@ -290,11 +296,41 @@ class TestDemands:
         custom = experts(gate=Gate(formula="custom"))
         assert taken(choose(named(), custom, registry(spec("fast", gates=None)))) == "fast"
 
-    def test_stock_code_answers_for_itself_unless_the_site_is_blocked(self) -> None:
-        odd = {"device": "npu", "dtype": "float8_e4m3fn", "features": frozenset({"bias"}), "training": True}
-        assert taken(choose(named("eager"), experts(**odd), registry())) == "eager"
+    def test_stock_code_serves_what_it_does_unless_the_site_is_blocked(self) -> None:
+        features = frozenset(FEATURES["experts"])
+        odd = {"device": "npu", "dtype": "float64", "features": features, "training": True}
+        assert taken(choose(named("eager"), experts(gate=Gate(formula="custom"), **odd), registry())) == "eager"
         with pytest.raises(BackendUnavailable, match="not decorated"):
             choose(named("eager"), experts(blocked="not decorated"), registry())
+
+    @pytest.mark.parametrize(
+        ("name", "demand", "reason"),
+        [
+            # stock computes config.hidden_act here, whatever the module's own gate is
+            ("sonicmoe", {"gate": Gate(formula="swiglu_clamped", limit=7.0)}, "fuses the gates reglu, swiglu, not"),
+            ("sonicmoe", {"device": "cpu"}, "runs on cuda, not on cpu"),
+            ("deepgemm", {"training": True}, "has no backward pass"),
+            ("deepgemm", {"dtype": "float32"}, "computes in bfloat16, not in float32"),
+        ],
+    )
+    def test_stock_kernels_refuse_what_they_would_compute_wrongly(
+        self, name: str, demand: dict[str, Any], reason: str
+    ) -> None:
+        kernel = next(s for s in builtin.hf_moe_backends_register() if s.name == name)
+        known = Registry(
+            [
+                Plugin(
+                    distribution="hf-moe-backends",
+                    version="0.1",
+                    entry_point="builtin",
+                    specs=(dataclasses.replace(kernel, requires=()),),
+                )
+            ]
+        )
+        served: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16"}
+        assert taken(choose(named(name), experts(**served), known)) == name
+        with pytest.raises(BackendUnavailable, match=reason):
+            choose(named(name), experts(**served | demand), known)
 
     def test_a_gate_is_asked_of_experts_only(self) -> None:
         sites: dict[Kind, tuple[Site, ...]] = dict.fromkeys(KINDS, ())

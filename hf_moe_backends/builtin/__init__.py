@@ -5,6 +5,8 @@ from __future__ import annotations
 from hf_moe_backends.hookspecs import hookimpl
 from hf_moe_backends.spec import (
     FEATURES,
+    KINDS,
+    LOAD_TIME,
     STOCK_NAMES,
     BackendSpec,
     Capabilities,
@@ -15,7 +17,7 @@ from hf_moe_backends.spec import (
 _TORCH = Requirement(distribution="torch", version=">=2.10")
 _TRANSFORMERS = Requirement(distribution="transformers", version=">=5.17,<5.25")
 _INSTALL = "pip install hf-moe-backends"
-_EVERYWHERE = frozenset({"cpu", "cuda", "xpu", "mps"})
+_EVERYWHERE = frozenset({"cpu", "cuda", "xpu", "mps", "npu", "hpu"})
 _FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 
 
@@ -53,9 +55,13 @@ def hf_moe_backends_register() -> list[BackendSpec]:
             priority=-10,
         ),
     ]
-    return ours + [_stock(kind, name) for kind, names in STOCK_NAMES.items() for name in sorted(names)]
+    return ours + [
+        _stock(kind, name) for kind in KINDS for name in sorted(STOCK_NAMES[kind]) if (kind, name) not in LOAD_TIME
+    ]
 
 
+_KERNELS = (Requirement(distribution="kernels"), "pip install kernels")
+_EP = (Requirement(distribution="transformers", version=">=5.23"), "pip install 'transformers>=5.23,<5.25'")
 _STOCK_REQUIRES: dict[tuple[Kind, str], tuple[Requirement, str]] = {
     ("attn", "flash_attention_2"): (
         Requirement(distribution="flash-attn", import_name="flash_attn"),
@@ -69,16 +75,35 @@ _STOCK_REQUIRES: dict[tuple[Kind, str], tuple[Requirement, str]] = {
         Requirement(distribution="flash-attn-4", import_name="flash_attn.cute"),
         "pip install flash-attn-4",
     ),
-    ("experts", "sonicmoe"): (Requirement(distribution="kernels"), "pip install kernels"),
-    ("experts", "deepgemm"): (Requirement(distribution="kernels"), "pip install kernels"),
-    ("experts", "deepgemm_megamoe"): (Requirement(distribution="kernels"), "pip install kernels"),
-    ("dispatcher", "all_to_all"): (
-        Requirement(distribution="transformers", version=">=5.23"),
-        "pip install 'transformers>=5.23,<5.25'",
+    ("experts", "sonicmoe"): _KERNELS,
+    ("experts", "deepgemm"): _KERNELS,
+    ("dispatcher", "all_to_all"): _EP,
+    ("dispatcher", "all_reduce"): _EP,
+}
+
+_FLASH = Capabilities(
+    devices=frozenset({"cuda", "xpu", "npu"}),
+    dtypes=frozenset({"bfloat16", "float16"}),
+    features=frozenset(FEATURES["attn"]),  # of sinks and the like, Transformers' own check has the last word
+)
+_STOCK_CAPABILITIES: dict[tuple[Kind, str], Capabilities] = {
+    ("attn", "flash_attention_2"): _FLASH,
+    ("attn", "flash_attention_3"): _FLASH,
+    ("attn", "flash_attention_4"): _FLASH,
+    ("experts", "sonicmoe"): Capabilities(
+        devices=frozenset({"cuda"}),
+        min_sm=90,
+        dtypes=frozenset({"bfloat16", "float16"}),
+        features=frozenset(FEATURES["experts"]) - {"ungated", "post_expert_norm", "negative_ids"},
+        # it takes the gate from config.hidden_act and never calls the module's own; its geglu is the tanh one
+        gates=frozenset({"swiglu", "reglu"}),
     ),
-    ("dispatcher", "all_reduce"): (
-        Requirement(distribution="transformers", version=">=5.23"),
-        "pip install 'transformers>=5.23,<5.25'",
+    ("experts", "deepgemm"): Capabilities(
+        devices=frozenset({"cuda"}),
+        min_sm=90,
+        dtypes=frozenset({"bfloat16"}),
+        features=frozenset(FEATURES["experts"]) - {"post_expert_norm", "negative_ids"},
+        training=False,  # its products write into buffers that autograd knows nothing of
     ),
 }
 
@@ -86,13 +111,14 @@ _STOCK_REQUIRES: dict[tuple[Kind, str], tuple[Requirement, str]] = {
 def _stock(kind: Kind, name: str) -> BackendSpec:
     """A pass-through of Transformers' own code: the plan writes the name where Transformers reads it."""
     required = _STOCK_REQUIRES.get((kind, name))
+    everything = Capabilities(
+        devices=_EVERYWHERE, dtypes=_FLOATS, features=frozenset(FEATURES[kind]), host_sync=name == "eager"
+    )
     return BackendSpec(
         kind=kind,
         name=name,
         target="hf_moe_backends.builtin:stock",
-        capabilities=Capabilities(
-            devices=_EVERYWHERE, dtypes=_FLOATS, features=frozenset(FEATURES[kind]), host_sync=name == "eager"
-        ),
+        capabilities=_STOCK_CAPABILITIES.get((kind, name), everything),
         requires=(_TORCH, _TRANSFORMERS) + ((required[0],) if required else ()),
         install=required[1] if required else _INSTALL,
     )
