@@ -17,6 +17,7 @@ from hf_moe_backends.spec import (
 _TORCH = Requirement(distribution="torch", version=">=2.10")
 _TRANSFORMERS = Requirement(distribution="transformers", version=">=5.17,<5.25")
 _INSTALL = "pip install hf-moe-backends"
+_TESTED = frozenset({"cpu", "cuda"})
 _EVERYWHERE = frozenset({"cpu", "cuda", "xpu", "mps", "npu", "hpu"})
 _FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 
@@ -24,7 +25,7 @@ _FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 @hookimpl
 def hf_moe_backends_register() -> list[BackendSpec]:
     experts = Capabilities(
-        devices=_EVERYWHERE,
+        devices=_TESTED,
         dtypes=_FLOATS,
         features=frozenset(FEATURES["experts"]),
     )
@@ -44,7 +45,7 @@ def hf_moe_backends_register() -> list[BackendSpec]:
             target="hf_moe_backends.builtin.experts.loop:loop",
             # it visits the experts that were hit, so the host asks the device which they are
             capabilities=Capabilities(
-                devices=_EVERYWHERE,
+                devices=_TESTED,
                 dtypes=_FLOATS,
                 features=frozenset(FEATURES["experts"]),
                 compile=False,
