@@ -282,7 +282,7 @@ def _config_owner(model: nn.Module, site: Site) -> nn.Module:
 def _explain(choice: Choice, edits: tuple[Edit, ...]) -> Iterator[str]:
     count = f"{len(choice.sites)} site{'s' * (len(choice.sites) != 1)}"
     if choice.backend is None:
-        yield f"  {choice.kind}: {choice.note}"
+        yield f"  {choice.kind}: {choice.note}" + (f" ({count})" if choice.sites else "")
     else:
         asked = " (auto)" if choice.asked == "auto" else ""
         yield f"  {choice.kind}: {choice.backend.spec.name}{asked} on {count}, from {choice.backend.plugin.label}"

@@ -93,7 +93,7 @@ class Registry:
         elsewhere = sorted({b.spec.kind for b in self.backends if b.spec.name == name})
         if elsewhere:
             message += f". {name!r} is a backend of {', '.join(elsewhere)}"
-        hint = _DISTRIBUTIONS.get((kind, name))
+        hint = KNOWN_PLUGINS.get((kind, name))
         if hint and all(plugin.distribution != hint for plugin in self.plugins):
             message += f"\n  {kind}={name!r} comes with a plugin -> pip install {hint}"
         for plugin in self.plugins:
@@ -102,7 +102,7 @@ class Registry:
         raise ConfigError(message)
 
 
-_DISTRIBUTIONS: dict[tuple[Kind, str], str] = {
+KNOWN_PLUGINS: dict[tuple[Kind, str], str] = {
     ("attn", "te"): "hf-moe-backends-te",
     ("linear", "te"): "hf-moe-backends-te",
     ("norm", "te"): "hf-moe-backends-te",
@@ -113,7 +113,7 @@ _DISTRIBUTIONS: dict[tuple[Kind, str], str] = {
     ("loss", "liger"): "hf-moe-backends-liger",
     ("experts", "sonic"): "hf-moe-backends-sonic",
 }
-"""Where the project's own plugins live, for the error about a name that is not installed."""
+"""Where the project's own plugins live, for the listing and the error about a name that is not installed."""
 
 _lock = threading.Lock()
 _registry: Registry | None = None
