@@ -15,8 +15,7 @@ from hf_moe_backends.builtin.experts import torch_mm as torch_mm_module
 from hf_moe_backends.survey import survey
 
 LOGITS, GRADIENTS = 1e-5, 1e-4
-# a sum over positions of almost cancelling terms: stock grouped_mm is as far from stock eager
-WIDER_GRADIENTS = {"hc_scale": 5e-4}
+
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
@@ -27,7 +26,9 @@ def run(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor
     """Logits, and every parameter's gradient under a random cotangent."""
     model.zero_grad(set_to_none=True)
     logits = zoo.output(model, inputs)
-    generator = torch.Generator().manual_seed(1)
+    # With seed 1 the one scalar hc_scale of hy_v4 sums terms that cancel to 1% of what they are with others, and eager
+    # itself is 2e-3 from its own result in float64.
+    generator = torch.Generator().manual_seed(2)
     logits.backward(torch.randn(logits.shape, generator=generator))
     return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -68,23 +69,22 @@ def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("name", sorted(set(zoo.families()) - set(DISPATCHED)))
-def test_families_that_this_transformers_does_not_dispatch_refuse(name: str) -> None:
-    model = zoo.build(name)
-    with pytest.raises(BackendUnavailable, match=f"{name.removesuffix('_text')} does not dispatch its experts"):
-        set_moe_backend(model, BackendConfig(experts="torch_mm"))
+def test_families_that_this_transformers_does_not_dispatch_refuse() -> None:
+    for name in sorted(set(zoo.families()) - set(DISPATCHED)):
+        model = zoo.build(name)
+        with pytest.raises(BackendUnavailable, match=f"{name.removesuffix('_text')} does not dispatch its experts"):
+            set_moe_backend(model, BackendConfig(experts="torch_mm"))
 
 
 def test_parity_and_revert(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {"count": 0}
-    for module, name in ((loop_module, "activate"), (torch_mm_module, "activate")):
-        real = getattr(module, name)
+    for module in (loop_module, torch_mm_module):
 
-        def counted(experts: Any, pre: Tensor, real: Any = real) -> Tensor:
+        def counted(experts: Any, real: Any = module.read_weights) -> Any:
             calls["count"] += 1
-            return real(experts, pre)
+            return real(experts)
 
-        monkeypatch.setattr(module, name, counted)
+        monkeypatch.setattr(module, "read_weights", counted)
 
     model = zoo.build(family)
     inputs = zoo.sample_inputs(model)
@@ -107,8 +107,7 @@ def test_parity_and_revert(family: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert relative(logits, expected_logits) <= LOGITS
         assert gradients.keys() == expected_gradients.keys()
         for parameter, expected in expected_gradients.items():
-            limit = next((v for k, v in WIDER_GRADIENTS.items() if k in parameter), GRADIENTS)
-            assert relative(gradients[parameter], expected) <= limit, parameter
+            assert relative(gradients[parameter], expected) <= GRADIENTS, parameter
 
         reset_moe_backend(model)
         assert_same(snapshot(model), before)

@@ -292,6 +292,10 @@ def randomise(model: nn.Module, seed: int = 0, std: float = 0.1) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2 or name.endswith("bias"):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):  # zero until a checkpoint fills it: every token would go to one expert, K times
+            scores = torch.rand(table.shape[0], EXPERTS, generator=generator)
+            table.copy_(scores.topk(table.shape[1]).indices)
 
 
 def experts_modules(model: nn.Module) -> list[nn.Module]:

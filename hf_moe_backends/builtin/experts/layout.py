@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 
 class Weights(NamedTuple):
-    """An experts module's weights as matrices that rows multiply from the left."""
+    """An experts module's weights as they are stored."""
 
-    up: Tensor  # (E, H, N)
+    up: Tensor  # (E, N, H), transposed (E, H, N)
     up_bias: Tensor | None  # (E, N)
-    down: Tensor  # (E, I, H)
+    down: Tensor  # (E, H, I), transposed (E, I, H)
     down_bias: Tensor | None  # (E, H)
+    transposed: bool
 
 
 def read_weights(experts: nn.Module) -> Weights:
@@ -24,11 +25,9 @@ def read_weights(experts: nn.Module) -> Weights:
     module: Any = experts
     name = "gate_up_proj" if module.has_gate else "up_proj"
     up, down = getattr(module, name), module.down_proj
-    if not module.is_transposed:
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
     if not module.has_bias:
-        return Weights(up, None, down, None)
-    return Weights(up, getattr(module, f"{name}_bias"), down, module.down_proj_bias)
+        return Weights(up, None, down, None, module.is_transposed)
+    return Weights(up, getattr(module, f"{name}_bias"), down, module.down_proj_bias, module.is_transposed)
 
 
 def activate(experts: nn.Module, pre: Tensor) -> Tensor:

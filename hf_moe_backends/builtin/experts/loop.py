@@ -30,12 +30,17 @@ def loop(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
         token, slot = torch.where(top_k_index == expert)
         if local.numel() == 0:
             token = slot = token[:0]
-        rows = hidden_states[token].to(weights.up.dtype) @ weights.up[expert]
+        rows = hidden_states[token].to(weights.up.dtype) @ _matrix(weights.up, expert, weights.transposed)
         if weights.up_bias is not None:
             rows = rows + weights.up_bias[expert]
-        rows = activate(experts, rows) @ weights.down[expert]
+        rows = activate(experts, rows) @ _matrix(weights.down, expert, weights.transposed)
         if weights.down_bias is not None:
             rows = rows + weights.down_bias[expert]
         rows = finish(experts, rows).to(accumulate) * top_k_weights[token, slot, None].to(accumulate)
         output = output.index_add(0, token, rows)
     return output.to(hidden_states.dtype)
+
+
+def _matrix(stored: Tensor, expert: int, transposed: bool) -> Tensor:
+    """(in, out) of one expert."""
+    return stored[expert] if transposed else stored[expert].t()

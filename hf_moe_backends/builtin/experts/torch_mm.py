@@ -1,12 +1,17 @@
-"""`experts="torch_mm"`: all experts in one grouped matrix product a projection."""
+"""`experts="torch_mm"`: all experts in one grouped matrix product a projection, keeping as little as can be kept."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+from weakref import WeakKeyDictionary
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_moe_backends.builtin.experts.layout import activate, finish, read_weights
+from hf_moe_backends.builtin.experts.layout import Weights, activate, finish, read_weights
+from hf_moe_backends.kernels.layer import combine, expert_linear, experts_layer, route
+from hf_moe_backends.recognise import Gate, recognise_gate
 
 
 def torch_mm(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -22,61 +27,58 @@ def torch_mm(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top
     Returns:
         (T, H) in the dtype of `hidden_states`, summed in a fixed order in float32 (float64 for float64).
     """
-    weights = read_weights(experts)
-    num_experts = weights.up.shape[0]
-    num_tokens, top_k = top_k_index.shape
-    accumulate = torch.promote_types(hidden_states.dtype, torch.float32)
-
-    # Sort the (token, slot) pairs by expert; pairs of other ranks go to the end, as expert E.
-    ids = top_k_index.reshape(-1)
-    ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
-    sorted_ids, order = torch.sort(ids, stable=True)
-    offsets = torch.searchsorted(
-        sorted_ids, torch.arange(num_experts, device=ids.device, dtype=ids.dtype), right=True
-    ).to(torch.int32)
-    # The grouped products leave the rows after the last offset unwritten, forward and backward: each mask below drops
-    # them where something would read them, a NaN times zero being a NaN.
-    elsewhere = (sorted_ids == num_experts)[:, None]
-    row_ids = sorted_ids.clamp(max=num_experts - 1)
-
-    rows = hidden_states[order // top_k].to(weights.up.dtype).masked_fill(elsewhere, 0)
-    rows = _grouped_mm(rows, weights.up, offsets).masked_fill(elsewhere, 0)
-    if weights.up_bias is not None:
-        rows = rows + weights.up_bias[row_ids]
-    rows = _grouped_mm(activate(experts, rows).to(weights.down.dtype), weights.down, offsets)
-    rows = rows.masked_fill(elsewhere, 0)
-    if weights.down_bias is not None:
-        rows = rows + weights.down_bias[row_ids]
-    rows = finish(experts, rows)
-
-    pair_weights = top_k_weights.reshape(-1)[order].masked_fill(elsewhere[:, 0], 0)
-    rows = rows.to(accumulate).masked_fill(elsewhere, 0) * pair_weights.to(accumulate)[:, None]
-    # Back to (token, slot) order, so that a token's rows are summed in the order of its slots whatever the sort did.
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    return rows[inverse].view(num_tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+    weights = _in_compute_dtype(read_weights(experts), hidden_states.device.type)
+    x = hidden_states.to(weights.up.dtype)
+    gate = _gate(experts)
+    if gate.formula == "custom" or getattr(experts, "has_post_expert_norm", False):
+        out = _composed(experts, x, top_k_index, top_k_weights, weights)
+    else:
+        limit = 0.0 if math.isinf(gate.limit) else gate.limit
+        interleaved = bool(experts.has_gate and not experts.is_concatenated)
+        *tensors, transposed = weights
+        out, *_ = experts_layer(
+            x, top_k_index, top_k_weights, *tensors, transposed, interleaved, gate.formula, limit, gate.alpha
+        )
+    return out.to(hidden_states.dtype)
 
 
-def _grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Rows (R, A) of expert e, the ones before offsets[e], times weight[e] of (E, A, B) -> (R, B).
+def _composed(experts: nn.Module, x: Tensor, ids: Tensor, shares: Tensor, weights: Weights) -> Tensor:
+    """The layer around a gate or a norm that is a module's own code. Autograd keeps its rows, as stock does."""
+    up, up_bias, down, down_bias, transposed = weights
+    routing = route(ids, up.shape[0])
+    rows = expert_linear(x, ids, up, up_bias, *routing, transposed, gathers=True)
+    rows = activate(experts, rows).to(down.dtype)
+    rows = expert_linear(rows, ids, down, down_bias, *routing, transposed, gathers=False)
+    out: Tensor = combine(finish(experts, rows), ids, shares, *routing)
+    return out
 
-    Rows after the last offset are not computed.
-    """
-    if _torch_has_kernel(rows, weight):
-        return F.grouped_mm(rows, weight, offs=offsets)
-    ends = offsets.tolist()
-    pieces = [rows[start:end] @ weight[i] for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
-    return torch.cat([*pieces, rows.new_zeros(rows.shape[0] - ends[-1], weight.shape[2])])
+
+def _in_compute_dtype(weights: Weights, device: str) -> Weights:
+    """Under autocast what eager's linear layers would compute in; Transformers' own grouped_mm ignores autocast."""
+    if not torch.is_autocast_enabled(device) or weights.up.dtype == torch.float64:
+        return weights
+    dtype = torch.get_autocast_dtype(device)
+    up, up_bias, down, down_bias, transposed = weights
+    return Weights(
+        up.to(dtype),
+        None if up_bias is None else up_bias.to(dtype),
+        down.to(dtype),
+        None if down_bias is None else down_bias.to(dtype),
+        transposed,
+    )
 
 
-def _torch_has_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Whether `F.grouped_mm` takes these operands.
+_gates: WeakKeyDictionary[nn.Module, tuple[object, Gate]] = WeakKeyDictionary()
 
-    It knows no float64, wants strides of whole 16 bytes and data on 16-byte boundaries (which a memory-mapped
-    checkpoint need not have), and its backward fails on no rows at all.
-    """
-    if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16) or rows.shape[0] == 0:
-        return False
-    per_16_bytes = 16 // rows.element_size()
-    if any(size % per_16_bytes for size in (*weight.shape[1:],)):
-        return False
-    return torch.compiler.is_compiling() or (rows.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0)
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _gate(experts: nn.Module) -> Gate:
+    """The module's gate, recognised once, and again when its activation or one of its numbers is exchanged."""
+    module: Any = experts
+    numbers = tuple((k, v) for k, v in vars(module).items() if type(v) in (int, float, bool))
+    state = (id(module._modules.get("act_fn", vars(module).get("act_fn"))), numbers)
+    known = _gates.get(module)
+    if known is None or known[0] != state:
+        known = (state, recognise_gate(module))
+        _gates[module] = known
+    return known[1]
