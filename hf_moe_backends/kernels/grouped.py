@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -136,7 +134,7 @@ def _rows_times_experts_triton(rows: Tensor, matrices: Tensor, offsets: Tensor) 
 
 
 @jit
-def _tile_of(offsets: Any, num_experts: Any, tile: Any, EXPERTS: tl.constexpr, TILE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile_of(offsets, num_experts, tile, EXPERTS: tl.constexpr, TILE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The expert of a tile of rows, where the tile starts and where the expert's rows end; E for a tile too many."""
     expert = tl.arange(0, EXPERTS)
     end = tl.load(offsets + expert, mask=expert < num_experts, other=0)
@@ -151,18 +149,18 @@ def _tile_of(offsets: Any, num_experts: Any, tile: Any, EXPERTS: tl.constexpr, T
 
 @jit
 def _rows_times_experts_kernel(  # type: ignore[no-untyped-def]
-    rows: Any,
-    matrices: Any,
-    offsets: Any,
-    out: Any,
-    depth: Any,
-    width: Any,
-    num_experts: Any,
-    rows_stride_r: Any,
-    rows_stride_a: Any,
-    stride_e: Any,
-    stride_a: Any,
-    stride_b: Any,
+    rows,
+    matrices,
+    offsets,
+    out,
+    depth,
+    width,
+    num_experts,
+    rows_stride_r,
+    rows_stride_a,
+    stride_e,
+    stride_a,
+    stride_b,
     PRECISION: tl.constexpr,
     DOUBLE: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -222,16 +220,16 @@ def _experts_outer_triton(left: Tensor, right: Tensor, offsets: Tensor) -> Tenso
 
 @jit
 def _experts_outer_kernel(  # type: ignore[no-untyped-def]
-    left: Any,
-    right: Any,
-    offsets: Any,
-    out: Any,
-    height: Any,
-    width: Any,
-    left_stride_r: Any,
-    left_stride_a: Any,
-    right_stride_r: Any,
-    right_stride_b: Any,
+    left,
+    right,
+    offsets,
+    out,
+    height,
+    width,
+    left_stride_r,
+    left_stride_a,
+    right_stride_r,
+    right_stride_b,
     PRECISION: tl.constexpr,
     DOUBLE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -301,14 +299,14 @@ def _expert_sums_triton(rows: Tensor, offsets: Tensor, of_tokens: tuple[Routing,
 
 @jit
 def _tile_sums_kernel(  # type: ignore[no-untyped-def]
-    rows: Any,
-    order: Any,
-    weights: Any,
-    offsets: Any,
-    partial: Any,
-    width: Any,
-    num_experts: Any,
-    top_k: Any,
+    rows,
+    order,
+    weights,
+    offsets,
+    partial,
+    width,
+    num_experts,
+    top_k,
     OF_TOKENS: tl.constexpr,
     DOUBLE: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -336,11 +334,11 @@ def _tile_sums_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _sum_tiles_kernel(  # type: ignore[no-untyped-def]
-    partial: Any,
-    offsets: Any,
-    out: Any,
-    width: Any,
-    num_experts: Any,
+    partial,
+    offsets,
+    out,
+    width,
+    num_experts,
     DOUBLE: tl.constexpr,
     EXPERTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ def _sort_triton(ids: Tensor, num_experts: int) -> Routing:
 
 
 @jit
-def _count(ids: Any, counts: Any, size: Any, blocks: Any, num_experts: Any, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _count(ids, counts, size, blocks, num_experts, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0)
     pair = block * PAIRS + tl.arange(0, PAIRS)
     expert = tl.arange(0, EXPERTS)
@@ -74,14 +74,14 @@ def _count(ids: Any, counts: Any, size: Any, blocks: Any, num_experts: Any, PAIR
 
 @jit
 def _place(  # type: ignore[no-untyped-def]
-    ids: Any,
-    counts: Any,
-    ends: Any,
-    order: Any,
-    position: Any,
-    size: Any,
-    blocks: Any,
-    num_experts: Any,
+    ids,
+    counts,
+    ends,
+    order,
+    position,
+    size,
+    blocks,
+    num_experts,
     PAIRS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):

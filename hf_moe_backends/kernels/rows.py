@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -134,16 +132,16 @@ def _gather_triton(
 
 @jit
 def _gather_kernel(  # type: ignore[no-untyped-def]
-    tokens: Any,
-    order: Any,
-    offsets: Any,
-    ids: Any,
-    bias: Any,
-    rows: Any,
-    product: Any,
-    width: Any,
-    num_experts: Any,
-    top_k: Any,
+    tokens,
+    order,
+    offsets,
+    ids,
+    bias,
+    rows,
+    product,
+    width,
+    num_experts,
+    top_k,
     HAS_BIAS: tl.constexpr,
     DOUBLE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -194,13 +192,13 @@ def _weighted_sum_triton(
 
 @jit
 def _weighted_sum_kernel(  # type: ignore[no-untyped-def]
-    rows: Any,
-    position: Any,
-    ids: Any,
-    weights: Any,
-    bias: Any,
-    out: Any,
-    width: Any,
+    rows,
+    position,
+    ids,
+    weights,
+    bias,
+    out,
+    width,
     top_k: tl.constexpr,
     WEIGH_ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -254,16 +252,16 @@ def _weighted_sum_backward_triton(
 
 @jit
 def _weighted_sum_backward_kernel(  # type: ignore[no-untyped-def]
-    grad: Any,
-    rows: Any,
-    weights: Any,
-    order: Any,
-    offsets: Any,
-    grad_rows: Any,
-    grad_weights: Any,
-    width: Any,
-    num_experts: Any,
-    top_k: Any,
+    grad,
+    rows,
+    weights,
+    order,
+    offsets,
+    grad_rows,
+    grad_weights,
+    width,
+    num_experts,
+    top_k,
     DOUBLE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
