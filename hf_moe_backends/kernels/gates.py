@@ -48,6 +48,13 @@ def formula(gate: Gate) -> Formula | None:
     return None
 
 
+def known_formula(gate: str, limit: float, alpha: float) -> Formula:
+    """A formula from an operator's arguments, where a limit of 0 stands for none."""
+    known = formula(Gate(formula=gate, limit=limit or math.inf, alpha=alpha))
+    assert known is not None
+    return known
+
+
 class Rows(NamedTuple):
     """What belongs to the rows besides their pre-activation."""
 
@@ -172,7 +179,8 @@ def _tile(width: int) -> int:
     return min(next_power_of_2(width), _COLUMNS)
 
 
-def _constants(gate: Formula, interleaved: bool, pre: Tensor) -> dict[str, Any]:
+def constants(gate: Formula, interleaved: bool, pre: Tensor) -> dict[str, Any]:
+    """The compile-time constants of a kernel that evaluates a gate."""
     return {
         "ACTIVATION": _ACTIVATIONS[gate.activation],
         "GATED": gate.gated,
@@ -183,7 +191,6 @@ def _constants(gate: Formula, interleaved: bool, pre: Tensor) -> dict[str, Any]:
         "ALPHA": gate.alpha,
         "INTERLEAVED": interleaved,
         "DOUBLE": pre.dtype == torch.float64,
-        "num_warps": 4,
     }
 
 
@@ -204,7 +211,8 @@ def _activate_triton(pre: Tensor, rows: Rows, gate: Formula, interleaved: bool) 
             HAS_BIAS=rows.bias is not None,
             ROWS=_ROWS,
             COLUMNS=_tile(width),
-            **_constants(gate, interleaved, pre),
+            num_warps=4,
+            **constants(gate, interleaved, pre),
         )
     return out
 
@@ -244,7 +252,7 @@ def _activate_kernel(  # type: ignore[no-untyped-def]
     row = row.to(tl.int64)
     start = tl.program_id(1) * COLUMNS
     g, u = _load_pair(pre, bias, row, expert, used, start, width, acc, HAS_BIAS, COLUMNS, GATED, INTERLEAVED)
-    value, _, _ = _gate(g, u, ACTIVATION, GATED, CLAMP, PLUS, LIMIT, ALPHA)
+    value, _, _ = gate_value(g, u, ACTIVATION, GATED, CLAMP, PLUS, LIMIT, ALPHA)
     column = start + tl.arange(0, COLUMNS)
     mask = used[:, None] & (column < width)[None, :]
     value = (value * share[:, None]).to(out.dtype.element_ty)
@@ -276,7 +284,8 @@ def _backward_triton(
             HAS_EXTRA=extra is not None,
             ROWS=_ROWS,
             COLUMNS=_tile(width),
-            **_constants(gate, interleaved, pre),
+            num_warps=4,
+            **constants(gate, interleaved, pre),
         )
     return grad_pre, weighted, grad_weights
 
@@ -326,7 +335,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         mask = used[:, None] & (column < width)[None, :]
         here = row[:, None] * width + column[None, :]
         g, u = _load_pair(pre, bias, row, expert, used, start, width, acc, HAS_BIAS, COLUMNS, GATED, INTERLEAVED)
-        value, by_gate, by_up = _gate(g, u, ACTIVATION, GATED, CLAMP, PLUS, LIMIT, ALPHA)
+        value, by_gate, by_up = gate_value(g, u, ACTIVATION, GATED, CLAMP, PLUS, LIMIT, ALPHA)
         incoming = tl.load(grad + here, mask=mask, other=0).to(acc)
         total += tl.where(mask, incoming * value, 0)
         tl.store(weighted + here, (value * share[:, None]).to(weighted.dtype.element_ty), mask=mask)
@@ -410,7 +419,7 @@ def _store_pair(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _gate(  # type: ignore[no-untyped-def]
+def gate_value(  # type: ignore[no-untyped-def]
     g,
     u,
     ACTIVATION: tl.constexpr,

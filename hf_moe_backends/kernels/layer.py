@@ -9,18 +9,16 @@ composed of `expert_linear`, the module's gate under autograd, `expert_linear` a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_moe_backends.kernels.gates import Formula, Rows, activate, activate_backward, formula
+from hf_moe_backends.kernels.gates import Rows, activate, activate_backward, known_formula
 from hf_moe_backends.kernels.grouped import expert_sums, experts_outer, rows_times_experts
 from hf_moe_backends.kernels.routing import Routing, sort_by_expert
 from hf_moe_backends.kernels.rows import gather, weighted_sum, weighted_sum_backward
-from hf_moe_backends.recognise import Gate
 
 
 def _matrices(stored: Tensor, transposed: bool) -> Tensor:
@@ -31,12 +29,6 @@ def _matrices(stored: Tensor, transposed: bool) -> Tensor:
 def _outer(inputs: Tensor, grads: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
     """The gradient of weights in their stored layout."""
     return experts_outer(inputs, grads, offsets) if transposed else experts_outer(grads, inputs, offsets)
-
-
-def _formula(gate: str, limit: float, alpha: float) -> Formula:
-    known = formula(Gate(formula=gate, limit=limit or math.inf, alpha=alpha))
-    assert known is not None
-    return known
 
 
 @torch.library.custom_op("hf_moe_backends::experts_layer", mutates_args=())
@@ -73,7 +65,7 @@ def experts_layer(
     pre = rows_times_experts(rows, _matrices(up, transposed), routing.offsets)
     del rows
     # Weighted here, in the accumulator's precision and over I-wide rows, and not after the H-wide product.
-    activation = activate(pre, Rows(routing, ids, weights, up_bias), _formula(gate, limit, alpha), interleaved)
+    activation = activate(pre, Rows(routing, ids, weights, up_bias), known_formula(gate, limit, alpha), interleaved)
     rows = rows_times_experts(activation, _matrices(down, transposed), routing.offsets)
     out = weighted_sum(rows, routing, ids, weights=weights, bias=down_bias, weigh_rows=False)
     return out, pre, *routing
@@ -135,7 +127,7 @@ def experts_layer_backward(
     incoming = rows_times_experts(spread, _matrices(down, transposed).transpose(1, 2), offsets)
     rows = Rows(routing, ids, weights, up_bias)
     grad_pre, weighted, grad_weights = activate_backward(
-        incoming, of_bias, pre, rows, _formula(gate, limit, alpha), interleaved
+        incoming, of_bias, pre, rows, known_formula(gate, limit, alpha), interleaved
     )
     del incoming
     grad_down = _outer(weighted, spread, offsets, transposed) if need_down else None

@@ -14,10 +14,10 @@ class Routing(NamedTuple):
     """The routed pairs in the order of their experts.
 
     Pairs whose id is no local expert (other ranks' pairs) have position -1 and no row. Rows from `offsets[-1]` on
-    belong to nobody: their `order` is some pair, and kernels neither read nor write them.
+    belong to nobody, and kernels neither read nor write them; `order` names the pairs of other ranks there.
     """
 
-    order: Tensor  # (R,) int32: the pair of each row
+    order: Tensor  # (R,) int32: the pair of each row, every pair once
     position: Tensor  # (R,) int32: the row of each pair, or -1
     offsets: Tensor  # (E,) int32: where each expert's rows end
 
@@ -43,59 +43,85 @@ def _sort_torch(ids: Tensor, num_experts: int) -> Routing:
     return Routing(order.to(torch.int32), position, offsets)
 
 
+_BLOCKS = 128
+"""Programs of the sort: enough to fill a GPU, few enough that each can add up all the others' counts itself."""
+
+
 def _sort_triton(ids: Tensor, num_experts: int) -> Routing:
+    """In two launches: at the start of a layer the device has nothing else to do, so that each launch is waited for."""
+    size = ids.numel()
+    order, position = (ids.new_empty(size, dtype=torch.int32) for _ in range(2))
     columns = next_power_of_2(num_experts)
-    # One program holds a (pairs, experts) table of where each pair goes: 16384 entries fit in its registers.
+    # A table of where each pair goes, (pairs, experts): 16384 entries fit in a program's registers.
     pairs = max(16, min(1024, 16384 // columns))
-    blocks = cdiv(ids.numel(), pairs)
-    order = ids.new_zeros(ids.numel(), dtype=torch.int32)
-    position = torch.empty_like(order)
-    if blocks == 0:
-        return Routing(order, position, ids.new_zeros(num_experts, dtype=torch.int32))
-    counts = ids.new_empty((num_experts, blocks), dtype=torch.int32)
-    _count[(blocks,)](ids, counts, ids.numel(), blocks, num_experts, PAIRS=pairs, EXPERTS=columns)
-    # Expert-major, so that one running sum says where each block's pairs of each expert end.
-    ends = counts.view(-1).cumsum(0, dtype=torch.int32)
-    _place[(blocks,)](
-        ids, counts, ends, order, position, ids.numel(), blocks, num_experts, PAIRS=pairs, EXPERTS=columns
-    )
-    return Routing(order, position, ends.view(num_experts, blocks)[:, -1].contiguous())
+    steps = max(1, cdiv(size, pairs * _BLOCKS))
+    blocks = max(1, cdiv(size, pairs * steps))
+    counts = ids.new_empty((blocks, num_experts), dtype=torch.int32)
+    offsets = ids.new_empty(num_experts, dtype=torch.int32)
+    shape = {"PAIRS": pairs, "EXPERTS": columns, "num_warps": 8}
+    _count[(blocks,)](ids, counts, size, steps, num_experts, **shape)
+    _place[(blocks,)](ids, counts, order, position, offsets, size, steps, blocks, num_experts, **shape)
+    return Routing(order, position, offsets)
 
 
 @jit
-def _count(ids, counts, size, blocks, num_experts, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    block = tl.program_id(0)
-    pair = block * PAIRS + tl.arange(0, PAIRS)
+def _hits(ids, pair, size, num_experts, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(PAIRS, EXPERTS): 1 where a pair is the expert's."""
     expert = tl.arange(0, EXPERTS)
     own = tl.load(ids + pair, mask=pair < size, other=-1)
-    hits = (own[:, None] == expert[None, :]).to(tl.int32)
-    tl.store(counts + expert * blocks + block, tl.sum(hits, 0), mask=expert < num_experts)
+    return ((own[:, None] == expert[None, :]) & (expert < num_experts)[None, :]).to(tl.int32)
+
+
+@jit
+def _count(ids, counts, size, steps, num_experts, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    block = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for step in range(steps):
+        pair = (block * steps + step) * PAIRS + tl.arange(0, PAIRS)
+        total += tl.sum(_hits(ids, pair, size, num_experts, EXPERTS), 0)
+    tl.store(counts + block * num_experts + expert, total, mask=expert < num_experts)
 
 
 @jit
 def _place(  # type: ignore[no-untyped-def]
     ids,
     counts,
-    ends,
     order,
     position,
+    offsets,
     size,
+    steps,
     blocks,
     num_experts,
     PAIRS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
     block = tl.program_id(0)
-    pair = block * PAIRS + tl.arange(0, PAIRS)
     expert = tl.arange(0, EXPERTS)
-    own = tl.load(ids + pair, mask=pair < size, other=-1)
-    hits = ((own[:, None] == expert[None, :]) & (expert < num_experts)[None, :]).to(tl.int32)
-    cell = expert * blocks + block
-    end = tl.load(ends + cell, mask=expert < num_experts, other=0)
-    start = end - tl.load(counts + cell, mask=expert < num_experts, other=0)
-    # the pairs of the same expert up to and including this one, within the block
-    rank = tl.cumsum(hits, 0)
-    place = tl.sum(hits * (start[None, :] + rank - 1), 1)
-    valid = tl.sum(hits, 1) > 0
-    tl.store(position + pair, tl.where(valid, place, -1), mask=pair < size)
-    tl.store(order + place, pair, mask=valid & (pair < size))
+    total = tl.zeros((EXPERTS,), tl.int32)
+    start = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, blocks, 16):
+        other = first + tl.arange(0, 16)
+        mask = (other < blocks)[:, None] & (expert < num_experts)[None, :]
+        found = tl.load(counts + other[:, None] * num_experts + expert[None, :], mask=mask, other=0)
+        total += tl.sum(found, 0)
+        start += tl.sum(tl.where((other < block)[:, None], found, 0), 0)
+    all_valid = tl.sum(total, 0)
+    valid_before = tl.sum(start, 0)
+    ends = tl.cumsum(total, 0)
+    if block == 0:
+        tl.store(offsets + expert, ends, mask=expert < num_experts)
+    start += ends - total
+    for step in range(steps):
+        pair = (block * steps + step) * PAIRS + tl.arange(0, PAIRS)
+        hits = _hits(ids, pair, size, num_experts, EXPERTS)
+        rank = tl.cumsum(hits, 0)  # the expert's pairs up to and including this one
+        row = tl.sum(hits * (start[None, :] + rank - 1), 1)
+        valid = tl.sum(hits, 1)
+        # pairs of other ranks go behind all the others, in their order
+        row = tl.where(valid > 0, row, all_valid + pair - valid_before - (tl.cumsum(valid, 0) - valid))
+        tl.store(position + pair, tl.where(valid > 0, row, -1), mask=pair < size)
+        tl.store(order + row, pair, mask=pair < size)
+        start += tl.sum(hits, 0)
+        valid_before += tl.sum(valid, 0)

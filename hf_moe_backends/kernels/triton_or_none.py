@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -24,8 +23,8 @@ def jit(function: Any) -> Any:
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Whether a tensor is the Triton kernels' to compute on: on CUDA, and on the CPU under Triton's interpreter."""
-    return triton is not None and (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+    """Whether a tensor is the Triton kernels' to compute on."""
+    return triton is not None and tensor.is_cuda
 
 
 def cdiv(a: int, b: int) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_backends.builtin.experts.layout import Weights, activate, finish, read_weights
+from hf_moe_backends.kernels import decode
 from hf_moe_backends.kernels.layer import combine, expert_linear, experts_layer, route
 from hf_moe_backends.recognise import Gate, recognise_gate
 
@@ -35,10 +36,11 @@ def torch_mm(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top
     else:
         limit = 0.0 if math.isinf(gate.limit) else gate.limit
         interleaved = bool(experts.has_gate and not experts.is_concatenated)
-        *tensors, transposed = weights
-        out, *_ = experts_layer(
-            x, top_k_index, top_k_weights, *tensors, transposed, interleaved, gate.formula, limit, gate.alpha
-        )
+        operands = (x, top_k_index, top_k_weights, *weights, interleaved, gate.formula, limit, gate.alpha)
+        if decode.serves(x, top_k_index, top_k_weights, *weights[:-1]):
+            out = decode.experts_decode(*operands)
+        else:
+            out, *_ = experts_layer(*operands)
     return out.to(hidden_states.dtype)
 
 
