@@ -132,7 +132,7 @@ def meta_model(
         with torch.device("meta"):
             model: nn.Module = _build(config, trust_remote_code, kwargs)
     except (ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
-        raise ModelError(f"{source}: {type(config).__name__} makes no model: {error}") from error
+        raise ModelError(f"{source}: {type(config).__name__} makes no model: {_briefly(error)}") from error
     if quantisation and dequantize:
         notes.append(
             f"planned as dequantised at load; the checkpoint is quantised ({quantisation.get('quant_method')})"
@@ -150,9 +150,9 @@ def _config(source: str, trust_remote_code: bool) -> Any:
         raise ModelError(f"{source}: this directory has no config.json")
     try:
         return transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # each config class checks its fields with errors of its own
         kind = "not a readable config" if path.exists() else "neither a file here nor a model that the Hub gives"
-        raise ModelError(f"{source}: {kind}: {_first_line(error)}") from error
+        raise ModelError(f"{source}: {kind}: {_briefly(error)}") from error
 
 
 def _build(config: Any, trust_remote_code: bool, kwargs: dict[str, Any]) -> Any:
@@ -175,7 +175,7 @@ def _quantise(model: nn.Module, quantisation: dict[str, Any]) -> list[str]:
         )
     except Exception as error:  # a quantiser of another package may need that package, a GPU or the files themselves
         return [
-            f"the checkpoint is quantised ({method}), and its modules cannot be made here ({_first_line(error)}). This "
+            f"the checkpoint is quantised ({method}), and its modules cannot be made here ({_briefly(error)}). This "
             "plan is for the dequantised model; on the one that is loaded, backends may be refused"
         ]
     if getattr(quantiser.quantization_config, "dequantize", False):
@@ -190,5 +190,7 @@ def _count(parameters: int) -> str:
     return str(parameters)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+def _briefly(error: Exception) -> str:
+    """An error of another package on one line."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) <= 300 else f"{words[:300]} ..."

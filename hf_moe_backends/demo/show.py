@@ -12,7 +12,7 @@ from rich.text import Text
 
 from hf_moe_backends.demo import JUDGED_STEPS, LIMIT, Job, Report
 from hf_moe_backends.demo.inputs import Corpus
-from hf_moe_backends.demo.side import RATE, WARM_UP, Side
+from hf_moe_backends.demo.side import CLIP, RATE, WARM_UP, Side
 from hf_moe_backends.plan import Plan
 
 _ROWS = 10
@@ -35,7 +35,7 @@ class Screen:
         self._line(f"text    {corpus.source}, {corpus.count:,} tokens, {corpus.tokens}{again}")
         self._line(
             f"steps   {job.steps} of {job.batch} x {job.sequence} tokens, AdamW at {RATE:g} after {WARM_UP} steps of "
-            f"warm-up, seed {job.seed}"
+            f"warm-up, gradients clipped to {CLIP:g}, seed {job.seed}"
         )
         self._line(f"\n{plan}\n")
 
