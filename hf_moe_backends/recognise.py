@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,10 +44,9 @@ class Gate:
     alpha: float = 1.0
 
     def __str__(self) -> str:
-        if math.isinf(self.limit):
-            return self.formula
-        alpha = f", alpha={self.alpha:g}" if self.alpha != 1.0 else ""
-        return f"{self.formula}(limit={self.limit:g}{alpha})"
+        numbers = [f"limit={self.limit:g}"] if math.isfinite(self.limit) else []
+        numbers += [f"alpha={self.alpha:g}"] if self.alpha != 1.0 else []
+        return f"{self.formula}({', '.join(numbers)})" if numbers else self.formula
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class Norm:
 
     `formula` is `rms`, `layer` or `custom`. `zero_centred` norms multiply by `1 + weight`. `cast_before_weight` tells
     the order in half precision: True rounds the normalised value to the input's dtype and then multiplies, False
-    multiplies in float32 and rounds once.
+    multiplies in float32 and rounds once. An RMSNorm that does neither is `custom`.
     """
 
     formula: str
@@ -93,12 +94,19 @@ def recognise_gate(experts: nn.Module) -> Gate:
     Never raises; never runs on the module's device or weights.
     """
     try:
-        with torch.no_grad():
+        with _aside():
             if not getattr(experts, "has_gate", True):
                 return _recognise_activation(getattr(experts, "act_fn"))  # noqa: B009 - a module types it as Tensor | Module
             return _recognise_glu(partial(_call_gate, experts))
     except Exception:  # a gate that cannot be called like this is none that we know
         return Gate(formula="custom")
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Without a graph, and without using up random numbers: a gate may have dropout in it."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        yield
 
 
 def _call_gate(experts: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
@@ -127,6 +135,8 @@ def _recognise_glu(call: Callable[[Tensor, Tensor], Tensor]) -> Gate:
     offset = at_zero / slope
     limit = at_far / slope - offset
     limit = math.inf if limit > 0.99 * far else _round(limit)
+    if not limit > 0:  # of none that we know, and the grid below would be a single point
+        return Gate(formula="custom")
     alpha = _round(math.log(slope / (1 - slope))) if 0 < slope < 1 else 1.0
 
     candidates: dict[Gate, tuple[Callable[[Tensor], Tensor], float]] = {}
@@ -138,12 +148,13 @@ def _recognise_glu(call: Callable[[Tensor, Tensor], Tensor]) -> Gate:
         candidates[Gate(formula="swiglu_clamped_after", limit=limit)] = (partial(_silu_cut_at, limit), 0.0)
     candidates[Gate(formula="gpt_oss", limit=limit, alpha=alpha)] = (partial(_sigmoid_up_to, limit, alpha), 1.0)
 
-    reach = 8.0 if math.isinf(limit) else 3 * limit
-    gate = _grid(reach)
-    up = gate[torch.randperm(gate.numel(), generator=torch.Generator().manual_seed(0), device="cpu")]
-    got = call(gate, up)
+    # A wide grid sees the clamps, a narrow one the shape around zero, which a wide one's large values would hide.
+    grids = [_grid(8.0)] if math.isinf(limit) else [_grid(8.0), _grid(3 * limit)]
+    mixed = torch.randperm(grids[0].numel(), generator=torch.Generator().manual_seed(0), device="cpu")
+    got = [call(gate, gate[mixed]) for gate in grids]
     for candidate, (activation_fn, plus) in candidates.items():
-        if _close(got, activation_fn(gate) * (up.clamp(-limit, limit) + plus)):
+        expected = [activation_fn(gate) * (gate[mixed].clamp(-limit, limit) + plus) for gate in grids]
+        if all(map(_close, got, expected)):
             return candidate
     return Gate(formula="custom")
 
@@ -154,7 +165,7 @@ def recognise_norm(norm: nn.Module) -> Norm:
     Its own weights are not read, so it works on the meta device and on sharded models. Never raises.
     """
     try:
-        with torch.no_grad():
+        with _aside():
             return _recognise_norm(norm)
     except Exception:  # as above: what cannot be called like this is custom
         return Norm(formula="custom")
@@ -170,11 +181,10 @@ def _recognise_norm(norm: nn.Module) -> Norm:
         return Norm(formula="custom")
     shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in norm.named_parameters(recurse=False)}
     width = next((shape[-1] for shape in shapes.values()), 64)
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: torch.rand(tuple(shape), generator=generator, device="cpu") + 0.5 for name, shape in shapes.items()
-    }
-    x = torch.randn(4, width, generator=generator, device="cpu")
+    made: Any = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float32, "device": "cpu"}
+    weights = {name: torch.rand(tuple(shape), **made) + 0.5 for name, shape in shapes.items()}
+    x = torch.randn(4, width, **made)
+    small = 1e-3 * x  # makes eps visible: y = w * x / sqrt(mean(x^2) + eps)
 
     def call(x: Tensor) -> Tensor:
         clone = copy.copy(norm)  # a stand-in without the module's weights, hooks and instance forward
@@ -188,39 +198,60 @@ def _recognise_norm(norm: nn.Module) -> Norm:
         output: Tensor = type(norm).forward(clone, x)
         return output
 
-    if set(weights) == {"weight", "bias"}:
-        eps = float(getattr(norm, "eps", 0.0))
-        expected = F.layer_norm(x, (width,), weights["weight"], weights["bias"], eps)
-        return Norm(formula="layer", eps=eps) if _close(call(x), expected) else Norm(formula="custom")
-    if set(weights) - {"weight"}:
+    if weights.keys() == {"weight", "bias"}:
+        scale, bias = weights["weight"], weights["bias"]
+        eps = _solve_eps(norm, small - small.mean(-1, keepdim=True), scale, call(small) - bias)
+        if all(_close(call(v), F.layer_norm(v, (width,), scale, bias, eps), 1e-5) for v in (x, small)):
+            return Norm(formula="layer", eps=eps)
+        return Norm(formula="custom")
+    if weights.keys() - {"weight"}:
         return Norm(formula="custom")
 
-    # Small inputs make eps visible: y = w * x / sqrt(mean(x^2) + eps).
-    small = 1e-3 * x
     for zero_centred in (False, True):
-        scale = weights["weight"] + zero_centred if weights else torch.ones(width, device="cpu")
-        mean_square = small.double().square().mean(-1, keepdim=True)
-        solved = ((scale * small).double() / call(small).double()).square() - mean_square
-        eps = _nearest_attribute(norm, solved.median().item())
-        expected, expected_small = (
-            scale * (v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)) for v in (x, small)
-        )
-        if _close(call(x), expected, 1e-5) and _close(call(small), expected_small, 1e-5):
+        scale = weights["weight"] + zero_centred if weights else torch.ones(width, dtype=torch.float32, device="cpu")
+        eps = _solve_eps(norm, small, scale, call(small))
+        if all(_close(call(v), scale * _rms(v, eps), 1e-5) for v in (x, small)):
+            rounds_first = _rounds_first(call, x, weights.get("weight"), zero_centred, eps)
+            if rounds_first is None:
+                break
             return Norm(
                 formula="rms",
                 eps=eps,
                 weighted=bool(weights),
                 zero_centred=zero_centred,
-                cast_before_weight=bool(weights) and _casts_before_weight(call, x, scale, eps),
+                cast_before_weight=rounds_first,
             )
     return Norm(formula="custom")
 
 
-def _casts_before_weight(call: Callable[[Tensor], Tensor], x: Tensor, scale: Tensor, eps: float) -> bool:
+def _rms(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def _rounds_first(
+    call: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor | None, zero_centred: bool, eps: float
+) -> bool | None:
+    """In half precision: whether it rounds before its weight (True), once at the end (False), or otherwise (None)."""
     half = x.bfloat16()
-    normed = half.float() * torch.rsqrt(half.float().square().mean(-1, keepdim=True) + eps)
-    rounded_first = normed.bfloat16() * scale.bfloat16()
-    return torch.equal(call(half).bfloat16(), rounded_first)
+    got, normed = call(half), _rms(half.float(), eps)
+    if got.dtype != half.dtype:
+        return None
+    once = [normed]
+    if weight is not None:
+        weight = weight.bfloat16()
+        if torch.equal(got, normed.bfloat16() * (weight + zero_centred)):
+            return True
+        once = [normed * (weight.float() + zero_centred), normed * (weight + zero_centred)]
+    # but for one element in a hundred: float32 products in another order tip a rounding now and then
+    few = 1 + 0.01 * got.numel()
+    return False if any((got != value.bfloat16()).sum() <= few for value in once) else None
+
+
+def _solve_eps(norm: nn.Module, x: Tensor, scale: Tensor, y: Tensor) -> float:
+    """The eps in y = scale * x / sqrt(mean(x^2) + eps), as the module's own attribute where it has one."""
+    x = x.double()
+    found = (scale * x / y).square() - x.square().mean(-1, keepdim=True)
+    return _nearest_attribute(norm, found.median().item())
 
 
 def _nearest_attribute(norm: nn.Module, value: float) -> float:
@@ -246,4 +277,4 @@ def _round(value: float) -> float:
 
 def _close(got: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
     error = (got.double() - expected.double()).abs().max()
-    return bool(error <= tolerance * expected.double().abs().max())
+    return got.shape == expected.shape and bool(error <= tolerance * expected.double().abs().max())
