@@ -81,7 +81,8 @@ def weighted_sum_backward(grad: Tensor, rows: Tensor, routing: Routing, weights:
     used = _used_rows(routing)
     order = routing.order.long()
     spread = grad[order // weights.shape[1]].to(acc).masked_fill_(~used[:, None], 0)
-    grad_rows = (spread * weights.reshape(-1, 1)[order].to(acc)).to(rows.dtype)
+    shares = weights.reshape(-1, 1)[order].to(acc).masked_fill_(~used[:, None], 0)
+    grad_rows = (spread * shares).to(rows.dtype)
     products = (spread * rows.to(acc).masked_fill(~used[:, None], 0)).sum(1)
     # here `order` names every pair once; the rows of nobody give their pairs zero
     return grad_rows, torch.empty_like(products).scatter_(0, order, products).view_as(weights)
@@ -269,7 +270,7 @@ def _weighted_sum_backward_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     used = row < tl.load(offsets + num_experts - 1)
     pair = tl.load(order + row)
-    weight = tl.load(weights + pair).to(acc)
+    weight = tl.load(weights + pair, mask=used, other=0).to(acc)
     source = grad + (pair // top_k).to(tl.int64) * width
     here = row.to(tl.int64) * width
     total = tl.zeros((COLUMNS,), acc)
