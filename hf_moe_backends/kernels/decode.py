@@ -13,14 +13,17 @@ from hf_moe_backends.kernels.gates import Formula, constants, gate_value, known_
 from hf_moe_backends.kernels.triton_or_none import cdiv, jit, tl, use_triton
 
 MOST_PAIRS = 64
-"""Routed pairs up to which this is the faster way (measured on an H200: `benchmarks/README.md`)."""
+"""Routed pairs up to which this is the faster way, and no more than there are experts: from there on they share them.
+
+Measured on an H200: `benchmarks/README.md`.
+"""
 
 
-def serves(x: Tensor, ids: Tensor, *operands: Tensor | None) -> bool:
+def serves(x: Tensor, ids: Tensor, num_experts: int, *others: Tensor | None) -> bool:
     """Whether these operands are few, on a device with Triton, and need no gradient."""
-    if ids.numel() > MOST_PAIRS or not use_triton(x):
+    if ids.numel() > min(MOST_PAIRS, num_experts) or not use_triton(x):
         return False
-    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *operands)))
+    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)))
 
 
 @torch.library.custom_op("hf_moe_backends::experts_decode", mutates_args=())
@@ -80,13 +83,10 @@ def _decode(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not out.numel():
         return out
-    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-    # Weights are read along their rows in memory, 512 bytes of one or 64 of several at a time.
-    columns, depth = (32, 64) if transposed else (8, 256)
-    # (E, in, out), whatever the layout
-    up_strides = up.stride() if transposed else (up.stride(0), up.stride(2), up.stride(1))
-    down_strides = down.stride() if transposed else (down.stride(0), down.stride(2), down.stride(1))
-    shape = {"COLUMNS": columns, "DEPTH": depth, "num_warps": 4}
+    x, ids, weights, up, down = (t.contiguous() for t in (x, ids, weights, up, down))
+    # Tiles that follow the rows in memory: 512 bytes of each of 8, or 64 bytes of each of 128.
+    columns, depth = (32, 128) if transposed else (8, 256)
+    shape = {"TRANSPOSED": transposed, "COLUMNS": columns, "DEPTH": depth, "num_warps": 4}
     _up_kernel[(tokens * top_k, cdiv(width, columns))](
         x,
         ids,
@@ -98,7 +98,6 @@ def _decode(
         width,
         num_experts,
         top_k,
-        *up_strides,
         HAS_BIAS=up_bias is not None,
         **constants(gate, interleaved, x),
         **shape,
@@ -113,7 +112,6 @@ def _decode(
         width,
         hidden,
         num_experts,
-        *down_strides,
         TOP_K=top_k,
         HAS_BIAS=down_bias is not None,
         DOUBLE=x.dtype == torch.float64,
@@ -134,9 +132,6 @@ def _up_kernel(  # type: ignore[no-untyped-def]
     width,
     num_experts,
     top_k,
-    stride_e,
-    stride_a,
-    stride_b,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
@@ -146,6 +141,7 @@ def _up_kernel(  # type: ignore[no-untyped-def]
     ALPHA: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     DOUBLE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
@@ -157,40 +153,64 @@ def _up_kernel(  # type: ignore[no-untyped-def]
         return
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
-    if GATED and INTERLEAVED:
-        gate_column = 2 * column
-        up_column = 2 * column + 1
-    else:
-        gate_column = column
-        up_column = column + width if GATED else column
     expert = expert.to(tl.int64)
-    base = up + expert * stride_e
-    g = tl.zeros((COLUMNS, DEPTH), acc)
-    u = tl.zeros((COLUMNS, DEPTH), acc)
-    for start in range(0, hidden, DEPTH):
-        a = start + tl.arange(0, DEPTH)
-        value = tl.load(x + (pair // top_k).to(tl.int64) * hidden + a, mask=a < hidden, other=0).to(acc)
-        mask = inside[:, None] & (a < hidden)[None, :]
-        u += value[None, :] * tl.load(
-            base + up_column[:, None] * stride_b + a[None, :] * stride_a, mask=mask, other=0
-        ).to(acc)
-        if GATED:
-            g += value[None, :] * tl.load(
-                base + gate_column[:, None] * stride_b + a[None, :] * stride_a, mask=mask, other=0
-            ).to(acc)
-    up_sum = tl.sum(u, 1)
-    gate_sum = tl.sum(g, 1) if GATED else up_sum
+    columns = 2 * width if GATED else width
+    own = up + expert * hidden * columns
+    own_bias = bias
     if HAS_BIAS:
-        own = bias + expert * (2 * width if GATED else width)
+        own_bias += expert * columns
+    source = x + (pair // top_k).to(tl.int64) * hidden
+    stride = columns if TRANSPOSED else hidden
+    if GATED and INTERLEAVED:
+        both_column = tl.program_id(1) * 2 * COLUMNS + tl.arange(0, 2 * COLUMNS)
+        both = _product(source, own, own_bias, both_column, 2 * width, hidden, stride, acc, HAS_BIAS, TRANSPOSED, DEPTH)
+        gate_sum, up_sum = tl.split(tl.reshape(both, (COLUMNS, 2)))
+    else:
+        gate_sum = _product(source, own, own_bias, column, width, hidden, stride, acc, HAS_BIAS, TRANSPOSED, DEPTH)
+        up_sum = gate_sum
         if GATED:
-            gate_sum += tl.load(own + gate_column, mask=inside, other=0).to(acc)
-            up_sum += tl.load(own + up_column, mask=inside, other=0).to(acc)
-        else:
-            up_sum += tl.load(own + up_column, mask=inside, other=0).to(acc)
-            gate_sum = up_sum
+            if HAS_BIAS:
+                own_bias += width
+            own += width if TRANSPOSED else width * stride
+            up_sum = _product(source, own, own_bias, column, width, hidden, stride, acc, HAS_BIAS, TRANSPOSED, DEPTH)
     value, _, _ = gate_value(gate_sum, up_sum, ACTIVATION, GATED, CLAMP, PLUS, LIMIT, ALPHA)
     value *= tl.load(weights + pair).to(acc)
     tl.store(activation + pair * width + column, value.to(activation.dtype.element_ty), mask=inside)
+
+
+@jit
+def _product(  # type: ignore[no-untyped-def]
+    source,
+    matrix,
+    bias,
+    column,
+    width,
+    depth,
+    stride,
+    acc: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """One row times some columns of a matrix, plus the bias there.
+
+    The matrix is stored (width, depth) or `TRANSPOSED` (depth, width), its rows `stride` apart.
+    """
+    inside = column < width
+    total = tl.zeros((column.shape[0], DEPTH), acc)
+    for start in range(0, depth, DEPTH):
+        a = start + tl.arange(0, DEPTH)
+        value = tl.load(source + a, mask=a < depth, other=0).to(acc)
+        mask = inside[:, None] & (a < depth)[None, :]
+        if TRANSPOSED:
+            place = a.to(tl.int64)[None, :] * stride + column[:, None]
+        else:
+            place = column.to(tl.int64)[:, None] * stride + a[None, :]
+        total += value[None, :] * tl.load(matrix + place, mask=mask, other=0).to(acc)
+    out = tl.sum(total, 1)
+    if HAS_BIAS:
+        out += tl.load(bias + column, mask=inside, other=0).to(acc)
+    return out
 
 
 @jit
@@ -204,12 +224,10 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     width,
     hidden,
     num_experts,
-    stride_e,
-    stride_a,
-    stride_b,
     TOP_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     DOUBLE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
@@ -224,14 +242,19 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         expert = tl.load(ids + pair)
         if (expert >= 0) & (expert < num_experts):
             expert = expert.to(tl.int64)
-            product = tl.zeros((COLUMNS, DEPTH), acc)
-            for start in range(0, width, DEPTH):
-                a = start + tl.arange(0, DEPTH)
-                value = tl.load(activation + pair * width + a, mask=a < width, other=0).to(acc)
-                mask = inside[:, None] & (a < width)[None, :]
-                matrix = down + expert * stride_e + column[:, None] * stride_b + a[None, :] * stride_a
-                product += value[None, :] * tl.load(matrix, mask=mask, other=0).to(acc)
-            row = tl.sum(product, 1)
+            row = _product(
+                activation + pair * width,
+                down + expert * hidden * width,
+                bias,
+                column,
+                hidden,
+                width,
+                hidden if TRANSPOSED else width,
+                acc,
+                False,
+                TRANSPOSED,
+                DEPTH,
+            )
             if HAS_BIAS:
                 share = tl.load(weights + pair).to(acc)
                 row += share * tl.load(bias + expert * hidden + column, mask=inside, other=0).to(acc)

@@ -43,7 +43,7 @@ def _sort_torch(ids: Tensor, num_experts: int) -> Routing:
     return Routing(order.to(torch.int32), position, offsets)
 
 
-_BLOCKS = 128
+_BLOCKS = 512
 """Programs of the sort: enough to fill a GPU, few enough that each can add up all the others' counts itself."""
 
 
@@ -101,8 +101,8 @@ def _place(  # type: ignore[no-untyped-def]
     expert = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     start = tl.zeros((EXPERTS,), tl.int32)
-    for first in range(0, blocks, 16):
-        other = first + tl.arange(0, 16)
+    for first in range(0, blocks, 32):
+        other = first + tl.arange(0, 32)
         mask = (other < blocks)[:, None] & (expert < num_experts)[None, :]
         found = tl.load(counts + other[:, None] * num_experts + expert[None, :], mask=mask, other=0)
         total += tl.sum(found, 0)

@@ -112,17 +112,15 @@ def _gather_triton(
     rows = tokens.new_empty(size, width)
     product = tokens.new_empty(size, dtype=accumulator(tokens.dtype)) if bias is not None else None
     if rows.numel():
-        _gather_kernel[(size,)](
+        _gather_kernel[(tokens.shape[0],)](
             tokens,
-            routing.order,
-            routing.offsets,
+            routing.position,
             ids,
             bias,
             rows,
             product,
             width,
-            routing.offsets.numel(),
-            top_k,
+            TOP_K=top_k,
             HAS_BIAS=bias is not None,
             DOUBLE=tokens.dtype == torch.float64,
             COLUMNS=_columns(width),
@@ -134,36 +132,38 @@ def _gather_triton(
 @jit
 def _gather_kernel(  # type: ignore[no-untyped-def]
     tokens,
-    order,
-    offsets,
+    position,
     ids,
     bias,
     rows,
     product,
     width,
-    num_experts,
-    top_k,
+    TOP_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     DOUBLE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """One token into all of its rows: it is read once, where a program a row would read it from memory K times."""
     acc: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    row = tl.program_id(0)
-    if row >= tl.load(offsets + num_experts - 1):
-        return
-    pair = tl.load(order + row)
-    source = tokens + (pair // top_k).to(tl.int64) * width
-    target = rows + row.to(tl.int64) * width
-    total = tl.zeros((COLUMNS,), acc)
+    token = tl.program_id(0).to(tl.int64)
+    source = tokens + token * width
+    if HAS_BIAS:
+        for slot in tl.static_range(TOP_K):
+            row = tl.load(position + token * TOP_K + slot).to(tl.int64)
+            own = bias + tl.load(ids + token * TOP_K + slot).to(tl.int64) * width
+            total = tl.zeros((COLUMNS,), acc)
+            for start in range(0, width, COLUMNS):
+                column = start + tl.arange(0, COLUMNS)
+                mask = (column < width) & (row >= 0)
+                value = tl.load(source + column, mask=mask, other=0).to(acc)
+                total += value * tl.load(own + column, mask=mask, other=0).to(acc)
+            tl.store(product + row, tl.sum(total, 0), mask=row >= 0)
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         value = tl.load(source + column, mask=column < width, other=0)
-        tl.store(target + column, value, mask=column < width)
-        if HAS_BIAS:
-            own = bias + tl.load(ids + pair).to(tl.int64) * width
-            total += value.to(acc) * tl.load(own + column, mask=column < width, other=0).to(acc)
-    if HAS_BIAS:
-        tl.store(product + row, tl.sum(total, 0))
+        for slot in tl.static_range(TOP_K):
+            row = tl.load(position + token * TOP_K + slot).to(tl.int64)
+            tl.store(rows + row * width + column, value, mask=(column < width) & (row >= 0))
 
 
 def _weighted_sum_triton(

@@ -37,7 +37,7 @@ def torch_mm(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top
         limit = 0.0 if math.isinf(gate.limit) else gate.limit
         interleaved = bool(experts.has_gate and not experts.is_concatenated)
         operands = (x, top_k_index, top_k_weights, *weights, interleaved, gate.formula, limit, gate.alpha)
-        if decode.serves(x, top_k_index, top_k_weights, *weights[:-1]):
+        if decode.serves(x, top_k_index, weights.up.shape[0], top_k_weights, *weights[:-1]):
             out = decode.experts_decode(*operands)
         else:
             out, *_ = experts_layer(*operands)
