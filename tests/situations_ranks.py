@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-import zoo
+from hf_moe_conformance import zoo
 from situations_backends import CALLS, KINDS, install_toys
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from hf_moe_conformance import zoo
 from torch import Tensor
 
 from hf_moe_backends import BackendConfig, BackendUnavailable, reset_moe_backend, set_moe_backend
@@ -15,7 +15,6 @@ from hf_moe_backends.builtin.experts import torch_mm as torch_mm_module
 from hf_moe_backends.survey import survey
 
 LOGITS, GRADIENTS = 1e-5, 1e-4
-
 
 
 def relative(got: Tensor, expected: Tensor) -> float:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import readme_tables
 import torch
-import zoo
 from fake_distributions import SitePackages
+from hf_moe_conformance import zoo
 
 import hf_moe_backends
 from hf_moe_backends import BackendConfig, BackendUnavailable, registry, set_moe_backend

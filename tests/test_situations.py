@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import zoo
+from hf_moe_conformance import zoo
 from situations_backends import CALLS, KINDS, ToyLinear, ToyNorm, counted, install_toys
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -990,7 +990,9 @@ print(json.dumps(report))
 
 def python(code: str, *arguments: str, path: list[str]) -> str:
     """What a fresh process prints."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*path, str(TESTS.parent)])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([*path, str(TESTS.parent), str(TESTS.parent / "conformance")])
+    }
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=300
     )
@@ -1002,7 +1004,7 @@ def on_ranks(world: int, folder: Path, *wraps: str, **environment: str) -> dict[
     """`situations_ranks.py` on so many processes: its rows by wrapper, kind and when it was set."""
     processes = []
     for rank in range(world):
-        path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+        path = os.pathsep.join([str(TESTS), str(TESTS.parent), str(TESTS.parent / "conformance")])
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "PYTHONPATH": path}
         command = [str(TESTS / "situations_ranks.py"), str(folder / "store"), str(folder / "report.json"), *wraps]
         processes.append(
