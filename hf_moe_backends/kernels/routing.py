@@ -101,8 +101,8 @@ def _place(  # type: ignore[no-untyped-def]
     expert = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     start = tl.zeros((EXPERTS,), tl.int32)
-    for first in range(0, blocks, 32):
-        other = first + tl.arange(0, 32)
+    for first in range(0, blocks, PAIRS):
+        other = first + tl.arange(0, PAIRS)
         mask = (other < blocks)[:, None] & (expert < num_experts)[None, :]
         found = tl.load(counts + other[:, None] * num_experts + expert[None, :], mask=mask, other=0)
         total += tl.sum(found, 0)
