@@ -28,9 +28,9 @@ CHOSEN = "chosen backends"
 RATE = 1e-4
 """AdamW's rate: one for fine-tuning, also because two correct runs stay together at it.
 
-Rounding flips a router's choice where two scores are near a tie, in about every tenth step of the demo's own model.
-AdamW scales the few weights that feel it up to whole steps. From a flip in the first step, stock grouped_mm is apart
-from stock eager by 8e-6 (relative) after 20 steps at this rate, by 4e-5 at twice and by 2e-2 at ten times this rate.
+Rounding flips a router's choice where two scores are near a tie, and AdamW scales the few weights that feel it up to
+whole steps. After a flip in the first step of a model like the demo's, stock grouped_mm was apart from stock eager by
+8e-6 (relative) at step 20 at this rate, by 4e-5 at twice and by 2e-2 at ten times this rate.
 """
 WARM_UP = 10
 """Steps over which the rate rises to `RATE`: AdamW's first steps go by the gradient's sign, be it of rounding noise."""
