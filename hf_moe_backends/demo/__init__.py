@@ -25,8 +25,8 @@ JUDGED_STEPS = 20
 LIMIT = 1e-4
 """The greatest relative difference of two losses in float32 over those steps.
 
-Correct backends stay between 1e-7 and 1e-5 on the demo's own model. Experts whose output is 1% off reach 2e-4 to 5e-4, a
-router without a gradient 6e-3, router weights rounded to bfloat16 only 1e-4: errors as small are the conformance
+Correct backends stay between 1e-7 and 1e-5 on the demo's own model. Experts whose output is 1% off reach 2e-4 to 5e-4,
+a router without a gradient 6e-3, router weights rounded to bfloat16 only 1e-4: errors as small are the conformance
 suite's to find.
 """
 
