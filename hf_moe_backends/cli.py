@@ -1,4 +1,4 @@
-"""`hf-moe-backends list | explain | demo`.
+"""`hf-moe-backends list | explain | demo | bench`.
 
 The commands import what they need when they run: `list` must answer at once, and without torch.
 """
@@ -153,6 +153,70 @@ def demo(
         for failure in report.failures:
             typer.echo(f"FAILED: {failure}", err=True)
     if report.failures:
+        raise typer.Exit(1)
+
+
+bench = typer.Typer(help="Measure backends beside each other.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command("layer")
+def bench_layer(
+    geometry: Annotated[
+        list[str] | None, typer.Option(help="A model's experts; may be repeated. Default: qwen3-30b-a3b.")
+    ] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="May be repeated. Default: 4096 and 16384.")] = None,
+    routing: Annotated[
+        list[str] | None,
+        typer.Option(help="balanced, uniform, zipf or a file of ids (T, K); may be repeated. Default: uniform."),
+    ] = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An experts backend, with +compile behind it for torch.compile; may be repeated. "
+            "Default: grouped_mm, grouped_mm+compile, torch_mm."
+        ),
+    ] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Timed calls of each; the median is shown.")] = 20,
+    device: Annotated[Device | None, typer.Option(help="Default: cuda if here.")] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of weights and tokens.")] = "bfloat16",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw time and memory over tokens (PNG).")] = None,
+) -> None:
+    """Time and memory of one experts layer on each backend, in turn, after each has been found right.
+
+    Exits with 1 when a backend fails or is further from float64 than three times stock eager's own error.
+    """
+    with _errors():
+        import importlib.util
+
+        if plot_file is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("--plot needs matplotlib: pip install matplotlib")
+        _quiet_transformers()
+        import torch
+
+        from hf_moe_backends.bench import layer
+
+        device = device or _device()
+        rows: list[layer.Row] = []
+        heading = ("geometry", "tokens", "routing", "backend", "forward", "both", "kept", "peak", "TFLOP/s", "of floor")
+        typer.echo("{:18} {:>6} {:9} {:22} {:>8} {:>8} {:>7} {:>7} {:>7} {:>8}".format(*heading))
+        for row in layer.layers(
+            geometry or ["qwen3-30b-a3b"],
+            tokens or [4096, 16384],
+            routing or ["uniform"],
+            backend or ["grouped_mm", f"grouped_mm{layer.COMPILED}", "torch_mm"],
+            device=device,
+            dtype=getattr(torch, dtype),
+            repetitions=repetitions,
+        ):
+            rows.append(row)
+            typer.echo(row.line())
+    if json_file is not None:
+        json_file.write_text(json.dumps(layer.as_json(rows, device, " ".join(sys.argv[1:])), indent=1) + "\n")
+    if plot_file is not None:
+        layer.plot(rows, plot_file)
+    if any(row.error for row in rows):
         raise typer.Exit(1)
 
 
