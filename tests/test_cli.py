@@ -126,11 +126,14 @@ class TestList:
 
     def test_a_backends_own_probe_runs_only_when_asked(self, site: SitePackages) -> None:
         site.install("probed-kernels", offering("probed", more="probe='probed_probe:check'"))
-        site.install("probe-module", "def check():\n    return 'no NVLink'\n", module="probed_probe", entry_points="")
+        site.install(
+            "probe-module", "def check():\n    return 'no NVLink [v4] here'\n", module="probed_probe", entry_points=""
+        )
         assert row("experts", "probed")["state"] == "unknown"
         assert "probed_probe" not in sys.modules
         found = row("experts", "probed", "--probe")
-        assert (found["state"], found["reason"]) == ("unavailable", "no NVLink")
+        assert (found["state"], found["reason"]) == ("unavailable", "no NVLink [v4] here")
+        assert "unavailable: no NVLink [v4] here" in run("list", "--probe").stdout
 
     def test_a_plugin_that_fails_is_shown_with_its_error(self, site: SitePackages) -> None:
         site.install("broken-kernels", "raise RuntimeError('libfast.so [v2] is gone')\n", version="3.1")
