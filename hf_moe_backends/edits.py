@@ -212,17 +212,22 @@ _registered: dict[tuple[str, str], str] = {}
 """(interface, key) -> the target that this package registered there."""
 
 
-def _register(interface: Any, key: str, value: object, target: str) -> None:
-    """Register with one of Transformers' global interfaces, unless somebody else's function has that name."""
-    ours = _registered.get((interface.__name__, key))
-    if ours is None and key in interface._global_mapping:
-        raise PlanError(
-            f"{key!r} is already registered in Transformers' {interface.__name__}, by other code than this package: "
-            f"{interface._global_mapping[key]!r}. Register it under another name."
-        )
-    if ours != target:
-        interface.register(key, value)
-        _registered[interface.__name__, key] = target
+def _register(key: str, target: str, *functions: tuple[Any, object]) -> None:
+    """Register a function with each of these global interfaces of Transformers: with all, or with none.
+
+    Raises:
+        PlanError: somebody else's function has that name in one of them.
+    """
+    for interface, _ in functions:
+        if key in interface._global_mapping and (interface.__name__, key) not in _registered:
+            raise PlanError(
+                f"{key!r} is already registered in Transformers' {interface.__name__}, by other code than this "
+                f"package: {interface._global_mapping[key]!r}. Register it under another name."
+            )
+    for interface, function in functions:
+        if _registered.get((interface.__name__, key)) != target:
+            interface.register(key, function)
+            _registered[interface.__name__, key] = target
 
 
 @dataclass
@@ -240,7 +245,7 @@ class SetExperts(Edit):
     def register(self) -> None:
         if not self._is_stock():
             function = partial(self._load(), **self.options) if self.options else self._load()
-            _register(type(ALL_EXPERTS_FUNCTIONS), self.key, function, self.backend.spec.target)
+            _register(self.key, self.backend.spec.target, (type(ALL_EXPERTS_FUNCTIONS), function))
 
     def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
         for original in configs.originals:
@@ -258,6 +263,7 @@ class DispatchLate(Edit):
     """What `@use_experts_implementation` would have done to experts classes that Transformers left undecorated."""
 
     owners: tuple[nn.Module, ...] = field(default=(), repr=False)
+    forwards: list[LateForward] = field(default_factory=list, repr=False)
 
     _ATTRIBUTES = {
         "has_gate": True,
@@ -273,11 +279,12 @@ class DispatchLate(Edit):
         return "the module's forward, as @use_experts_implementation sets it"
 
     def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
-        for site, owner in zip(self.sites, self.owners, strict=True):
+        self.forwards = self.forwards or [LateForward(site.module) for site in self.sites]
+        for site, owner, forward in zip(self.sites, self.owners, self.forwards, strict=True):
             state = vars(site.module)
             state.update(self._ATTRIBUTES)
             state["config"] = owner.config
-            state["forward"] = LateForward(site.module)
+            state["forward"] = forward
 
     def check_revert(self, root: nn.Module) -> None:
         for site in self.sites:
@@ -351,9 +358,8 @@ class SetAttention(Edit):
                 raise PlanError(f"{self._label}: its mask {mask!r} is none of Transformers' mask functions")
             mask = ALL_MASK_ATTENTION_FUNCTIONS[mask]
         attention = partial(backend.attention, **self.options) if self.options else backend.attention
-        target = self.backend.spec.target
-        _register(type(ALL_MASK_ATTENTION_FUNCTIONS), self.key, mask, target)
-        _register(type(ALL_ATTENTION_FUNCTIONS), self.key, attention, target)
+        interfaces = (type(ALL_MASK_ATTENTION_FUNCTIONS), mask), (type(ALL_ATTENTION_FUNCTIONS), attention)
+        _register(self.key, self.backend.spec.target, *interfaces)
 
     def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
         written: list[PreTrainedConfig] = []
@@ -361,10 +367,10 @@ class SetAttention(Edit):
             config: Any = holder.config
             if not any(config is seen for seen in written):
                 written.append(config)
-        for config in written:
-            # apply runs after the copies were installed: what the modules hold are copies
-            original = configs.originals[next(i for i, c in enumerate(configs.copies) if c is config)]
-            configs.write(original, "_attn_implementation_internal", self.key)
+        # apply runs after the copies were installed: what the modules hold are copies, or none of the model's configs
+        for original, copied in zip(configs.originals, configs.copies, strict=True):
+            if any(copied is config for config in written):
+                configs.write(original, "_attn_implementation_internal", self.key)
 
     def verify(self) -> None:
         self._require_name("_attn_implementation")
@@ -390,6 +396,9 @@ class ReplaceModules(Edit):
     @property
     def hook(self) -> str:
         return "module replacement"
+
+    def check(self) -> None:
+        self._load()
 
     def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
         # back in force after a plan that was only made or is over: the same modules, with what they have gathered
@@ -480,6 +489,9 @@ class SetLoss(Edit):
     def hook(self) -> str:
         return "model.loss_function"
 
+    def check(self) -> None:
+        self._load()
+
     def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
         function = partial(self._load(), **self.options) if self.options else self._load()
         self.before = []
@@ -499,7 +511,8 @@ class SetLoss(Edit):
 class SwapDispatcher(Edit):
     """The `EPImplementation` of experts that are already sharded over ranks (Transformers 5.23 on)."""
 
-    before: list[Any] = field(default_factory=list, repr=False)
+    swapped: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
+    """Of each site the forward that it had and the one in its place."""
 
     @property
     def hook(self) -> str:
@@ -521,29 +534,42 @@ class SwapDispatcher(Edit):
 
         if not self._is_stock():
             dispatcher = partial(self._load(), **self.options) if self.options else self._load()
-            _register(EPImplementationInterface, self.key, dispatcher, self.backend.spec.target)
+            _register(self.key, self.backend.spec.target, (EPImplementationInterface, dispatcher))
 
     def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
         from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
 
         style = EpDispatchExpertsParallel()
-        self.before = []
+        # back in force after a plan that was only made or is over: the same dispatchers, which may own buffers and
+        # whose constructors may communicate
+        before = {id(old): new for old, new in self.swapped}
+        self.swapped = []
         for site in self.sites:
             state = vars(site.module)
-            running = current_dispatcher(site.module)
-            # the style captures module.forward as the experts' own, so the class's forward must be visible to it
-            self.before.append(state.pop("forward"))
-            assert running is not None
-            try:
+            old = state["forward"]
+            new = before.get(id(old))
+            self.swapped.append((old, new))
+            if new is None:
+                running = current_dispatcher(site.module)
+                assert running is not None
+                # the style captures module.forward as the experts' own, so the class's forward must be visible to it
+                del state["forward"]
                 style.install_forward(site.module, running.ep_mesh, tp_mesh=running.tp_mesh, ep_implementation=self.key)
-            except Exception:
-                state["forward"] = self.before.pop()
-                raise
+                self.swapped[-1] = old, state["forward"]
+            else:
+                state["forward"] = new
+
+    def check_revert(self, root: nn.Module) -> None:
+        for site, (_, new) in zip(self.sites, self.swapped, strict=True):
+            if vars(site.module).get("forward") is not new:
+                raise PlanError(
+                    f"{self._label} cannot be undone: {site.name} was hooked since, and the hook would be lost. "
+                    "Remove it first, or load again."
+                )
 
     def revert(self, root: nn.Module) -> None:
-        for site, forward in zip(self.sites, self.before, strict=False):
-            vars(site.module)["forward"] = forward
-        self.before = []
+        for site, (old, _) in zip(self.sites, self.swapped, strict=False):
+            vars(site.module)["forward"] = old
 
 
 def current_dispatcher(experts: nn.Module) -> Any:

@@ -6,10 +6,13 @@ pairs begin to share experts, and the grouped products read less.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hf_moe_backends.kernels.gates import Formula, constants, gate_value, known_formula
+from hf_moe_backends.kernels.layer import is_plain
 from hf_moe_backends.kernels.triton_or_none import cdiv, jit, tl, use_triton
 
 MOST_PAIRS = 64
@@ -26,8 +29,13 @@ def serves(x: Tensor, ids: Tensor, num_experts: int, *others: Tensor | None) -> 
     return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)))
 
 
-@torch.library.custom_op("hf_moe_backends::experts_decode", mutates_args=())
-def experts_decode(
+def run(*arguments: Any) -> Tensor:
+    """The output of `layer.experts_layer`, from the same arguments."""
+    out: Tensor = (_forward if is_plain(arguments[0]) else experts_decode)(*arguments)
+    return out
+
+
+def _forward(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -41,10 +49,12 @@ def experts_decode(
     limit: float,
     alpha: float,
 ) -> Tensor:
-    """The output of `layer.experts_layer`, from the same arguments."""
     return _decode(
         x, ids, weights, up, up_bias, down, down_bias, transposed, interleaved, known_formula(gate, limit, alpha)
     )
+
+
+experts_decode = torch.library.custom_op("hf_moe_backends::experts_decode", _forward, mutates_args=())
 
 
 @experts_decode.register_fake

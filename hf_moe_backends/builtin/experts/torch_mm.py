@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_backends.builtin.experts.layout import Weights, activate, finish, read_weights
-from hf_moe_backends.kernels import decode
-from hf_moe_backends.kernels.layer import combine, expert_linear, experts_layer, route
+from hf_moe_backends.kernels import decode, layer
+from hf_moe_backends.kernels.layer import combine, expert_linear, route
 from hf_moe_backends.recognise import Gate, recognise_gate
 
 
@@ -38,9 +38,9 @@ def torch_mm(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top
         interleaved = bool(experts.has_gate and not experts.is_concatenated)
         operands = (x, top_k_index, top_k_weights, *weights, interleaved, gate.formula, limit, gate.alpha)
         if decode.serves(x, top_k_index, weights.up.shape[0], top_k_weights, *weights[:-1]):
-            out = decode.experts_decode(*operands)
+            out = decode.run(*operands)
         else:
-            out, *_ = experts_layer(*operands)
+            out = layer.run(*operands)
     return out.to(hidden_states.dtype)
 
 

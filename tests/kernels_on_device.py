@@ -1,4 +1,9 @@
-"""Each Triton kernel against its twin in plain torch: on a GPU where there is one, else under Triton's interpreter."""
+"""Each Triton kernel against its twin in plain torch: on a GPU where there is one, else under Triton's interpreter.
+
+    pytest tests/kernels_on_device.py
+
+Not collected by itself: `test_interpreter.py` runs it where there is no GPU.
+"""
 
 from __future__ import annotations
 
