@@ -22,6 +22,7 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, [*TINY, *arguments])
 
 
+@pytest.mark.filterwarnings("default")  # torch.compile warns of what is deprecated in its own code
 def test_every_backend_at_every_size_with_what_they_were_run_on(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     backends = ("eager", "grouped_mm", "loop", "torch_mm", "torch_mm+compile")

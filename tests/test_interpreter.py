@@ -15,16 +15,9 @@ import torch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_kernels.py itself runs, on the GPU")
 def test_kernels_under_the_interpreter() -> None:
     # by the environment, which Triton reads when it is imported; torch.compile fails in a process that has it set
+    tests = Path(__file__).with_name("kernels_on_device.py")
     result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            Path(__file__).with_name("kernels_on_device.py"),
-        ],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=Path(__file__).parents[1],
         capture_output=True,

@@ -1,9 +1,9 @@
 """One experts layer: time and memory of every backend side by side, after each has been found right.
 
 All backends get the same weights, tokens, routing and output gradient. They are timed in turn, one repetition each,
-so that whatever the device's clocks do is done to all. A repetition is a few calls in a row, as layers follow each other in
-a model; a call that finds the device idle is measured apart, since it also waits for its first launches. Times are
-medians of CUDA events (on the CPU, of the wall clock).
+so that whatever the device's clocks do is done to all. A repetition is a few calls in a row, as layers follow each
+other in a model; a call that finds the device idle is measured apart, since it also waits for its first launches.
+Times are medians of CUDA events (on the CPU, of the wall clock).
 """
 
 from __future__ import annotations
