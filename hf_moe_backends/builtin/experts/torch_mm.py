@@ -36,11 +36,12 @@ def torch_mm(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top
     else:
         limit = 0.0 if math.isinf(gate.limit) else gate.limit
         interleaved = bool(experts.has_gate and not experts.is_concatenated)
-        operands = (x, top_k_index, top_k_weights, *weights, interleaved, gate.formula, limit, gate.alpha)
-        if decode.serves(x, top_k_index, weights.up.shape[0], top_k_weights, *weights[:-1]):
-            out = decode.run(*operands)
+        *tensors, transposed = weights
+        form = (interleaved, gate.formula, limit, gate.alpha)
+        if not transposed and decode.serves(x, top_k_index, weights.up.shape[0], top_k_weights, *tensors):
+            out = decode.run(x, top_k_index, top_k_weights, *tensors, *form)
         else:
-            out = layer.run(*operands)
+            out = layer.run(x, top_k_index, top_k_weights, *tensors, transposed, *form)
     return out.to(hidden_states.dtype)
 
 
