@@ -1,7 +1,7 @@
 """What experts backends are run on: layouts, sizes, routings, and unit-scale data for them.
 
-Layouts are real decorated Transformers classes. Sizes are drawn anew from each run's seed, with a large case among them:
-a backend that hands small inputs to stock code, or that is wrong beyond one of its blocks, must meet its own code.
+Layouts are real decorated Transformers classes. Sizes are drawn anew from each run's seed, with a large case among
+them: a backend that hands small inputs to stock code, or that is wrong beyond its first block, must meet its own code.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def experts_layouts() -> tuple[ExpertsLayout, ...]:
 def fill(module: nn.Module, generator: torch.Generator) -> None:
     """Weights that keep unit-scale inputs at unit scale all the way."""
     transposed = bool(getattr(module, "is_transposed", False))
-    for name, parameter in module.named_parameters():
+    for parameter in module.parameters():
         values = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim == 3:
             fan_in = parameter.shape[1] if transposed else parameter.shape[2]

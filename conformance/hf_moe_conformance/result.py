@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -92,6 +92,14 @@ def expected(cell: str, expectations: Expectations) -> ExpectedFailure | None:
                 found = reason
                 break
     return ExpectedFailure(found) if isinstance(found, str) else found
+
+
+def require_named(expectations: Expectations, cells: Iterable[str]) -> None:
+    """Raise ValueError for an expectation that names none of the cells: it is stale, or misspelled."""
+    names = list(cells)
+    for pattern in expectations:
+        if not any(expected(name, {pattern: ""}) for name in names):
+            raise ValueError(f"the expected failure {pattern!r} names no cell of this run")
 
 
 def judge(result: Result, expectation: ExpectedFailure | None) -> Result:

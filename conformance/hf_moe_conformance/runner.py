@@ -11,7 +11,7 @@ import torch
 from hf_moe_conformance.check import TIERS, Bench, Cell, Failure, Tier, check
 from hf_moe_conformance.claims import UNREFUSABLE, see_refusal, unclaimed
 from hf_moe_conformance.measures import Measure
-from hf_moe_conformance.result import Expectations, Result, Status, expected, judge
+from hf_moe_conformance.result import Expectations, Result, Status, expected, judge, require_named
 from hf_moe_conformance.subject import Subject
 
 
@@ -118,10 +118,7 @@ def run(
     if not cells:
         raise ValueError("there are no cells: nothing would be run")
     expectations = expectations or {}
-    known = {cell.name for cell in cells}
-    for pattern in expectations:
-        if not any(expected(name, {pattern: ""}) for name in known):
-            raise ValueError(f"the expected failure {pattern!r} names no cell of this run")
+    require_named(expectations, [cell.name for cell in cells])
     results = []
     for result in _results(subject, cells, timeout):
         judged = judge(result, expected(result.cell, expectations))

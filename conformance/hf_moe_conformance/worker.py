@@ -2,8 +2,8 @@
 
 The parent gives a worker the subject and the names of the cells to run, and reads one line of JSON when a cell starts
 and one when it ends, from a pipe of their own: a backend may print what it likes. A worker watches itself with
-`faulthandler`, whose watchdog needs neither the GIL nor a Python thread, and so sees a kernel that never returns. When a
-worker ends early, the cell that it was in gets the error, and a new worker goes on with the next.
+`faulthandler`, whose watchdog needs neither the GIL nor a Python thread, and so sees a kernel that never returns. When
+a worker ends early, the cell that it was in gets the error, and a new worker goes on with the next.
 """
 
 from __future__ import annotations
@@ -125,6 +125,8 @@ def main() -> None:
         import transformers
 
         transformers.logging.set_verbosity_error()
+        # The sizes are too small to share. Beside other work on a machine, waiting threads cost twenty times that.
+        torch.set_num_threads(1)
         subject = Subject.find(
             job["kind"],
             job["name"],

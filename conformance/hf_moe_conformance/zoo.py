@@ -256,7 +256,7 @@ def _fields(config_class: type) -> set[str]:
             break
         names |= set(getattr(cls, "__annotations__", {}))
         if "__init__" in vars(cls):
-            names |= set(inspect.signature(cls.__init__).parameters)
+            names |= set(inspect.signature(vars(cls)["__init__"]).parameters)
     return names
 
 
@@ -318,6 +318,8 @@ def output(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Logits, or the last hidden state of a model without a head."""
     out = model(**inputs)
     for name in ("logits", "last_hidden_state"):
-        if getattr(out, name, None) is not None:
-            return getattr(out, name)
-    return out[0]
+        found: Tensor | None = getattr(out, name, None)
+        if found is not None:
+            return found
+    first: Tensor = out[0]
+    return first

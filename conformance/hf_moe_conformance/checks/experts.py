@@ -431,7 +431,7 @@ def cuda_graph(bench: ExpertsBench) -> None:
     """Captured once and replayed on other inputs of the same shape."""
     module, inputs = bench.backed(UNIFORM, 0), bench.inputs(UNIFORM, 0)
     x, ids, shares = (t.cuda() for t in (inputs.x, inputs.ids, inputs.shares))
-    stream = torch.cuda.Stream()
+    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(stream):
         for _ in range(3):
@@ -510,7 +510,7 @@ def _lora_expected(bench: ExpertsBench, stock: nn.Module, inputs: ExpertsInputs)
         weights[role] = raised + left @ right
     x, shares, cotangent = reference.raise_to_double(inputs.x, inputs.shares, inputs.cotangent)
     y = reference.experts(bench.layout.formula(stock), weights, x, inputs.ids, shares)
-    y.backward(cotangent)
+    torch.autograd.backward(y, cotangent)
     found = {"y": y.detach()}
     for name, leaf in wanted.items():
         assert leaf.grad is not None

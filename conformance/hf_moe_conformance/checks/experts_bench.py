@@ -242,14 +242,15 @@ def run_formula(
         y = reference.experts(layout.formula(stock), weights, x, inputs.ids.long(), shares)
     found: Tensors = {"y": y.detach()}
     if backward:
-        y.backward(inputs.cotangent.to(dtype))
+        torch.autograd.backward(y, inputs.cotangent.to(dtype))
         found |= {"dX": x.grad, "d_router": shares.grad}
         found |= {GRADIENTS[role]: weight.grad for role, weight in weights.items()}
     return found
 
 
 def without_sentinels(inputs: ExpertsInputs, experts: int) -> ExpertsInputs:
-    """The same function of everything but the router's weights, for eager, which fails on sentinels in some families."""
+    """The same function of everything but the router's weights, for eager, which fails on sentinels in
+    some families."""
     foreign = (inputs.ids < 0) | (inputs.ids >= experts)
     if not foreign.any():
         return inputs
@@ -261,14 +262,16 @@ def without_sentinels(inputs: ExpertsInputs, experts: int) -> ExpertsInputs:
 
 
 class LowRank(nn.Module):
-    """weight + B A / sqrt(r): LoRA as a torch parametrization, as peft puts it on experts (`target_parameters`)."""
+    """weight + left right: LoRA as a torch parametrization, as peft puts it on experts (`target_parameters`)."""
+
+    left: Tensor  # (E, rows, rank)
+    right: Tensor  # (E, rank, columns)
 
     def __init__(self, weight: Tensor, rank: int, generator: torch.Generator):
         super().__init__()
         experts, rows, columns = weight.shape
         for name, shape in (("left", (experts, rows, rank)), ("right", (experts, rank, columns))):
-            values = torch.randn(shape, generator=generator) * 0.2
-            setattr(self, name, nn.Parameter(values.to(weight)))
+            setattr(self, name, nn.Parameter((torch.randn(shape, generator=generator) * 0.2).to(weight)))
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight + self.left @ self.right

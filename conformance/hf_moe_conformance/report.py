@@ -1,0 +1,143 @@
+"""A run as data: what was tested on what, and every result with every measured number. JSON on disk."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import hf_moe_backends
+from hf_moe_backends.spec import CONTRACT
+from hf_moe_conformance import __version__, measures
+from hf_moe_conformance.result import BAD, Result
+from hf_moe_conformance.subject import Subject
+
+FORMAT = 1
+"""Of the JSON. A report of another format is refused, not guessed at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """One run of one subject.
+
+    Attributes:
+        subject: kind, name, distribution, options and contract of what was tested.
+        versions: of Python, torch, Transformers and this project's distributions.
+        device: its type and name.
+        seed: repeats the run.
+        limits: the measures' limits that were applied.
+        results: one a cell.
+    """
+
+    subject: dict[str, Any]
+    versions: dict[str, str]
+    device: dict[str, str]
+    seed: int
+    tiers: tuple[str, ...]
+    limits: dict[str, float]
+    results: tuple[Result, ...]
+
+    @classmethod
+    def of(cls, subject: Subject, tiers: Sequence[str], results: Sequence[Result]) -> Report:
+        """The report of a run that just ended, on this machine.
+
+        Raises:
+            ValueError: no results.
+        """
+        if not results:
+            raise ValueError("a report of no results would say nothing")
+        name = torch.cuda.get_device_name() if subject.device == "cuda" else platform.machine()
+        return cls(
+            subject={
+                "kind": subject.kind,
+                "name": subject.name,
+                "distribution": subject.label,
+                "options": dict(subject.options),
+                "contract": subject.spec.contract,
+            },
+            versions={
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "hf-moe-backends": hf_moe_backends.__version__,
+                "hf-moe-conformance": __version__,
+                "contract": str(CONTRACT),
+            },
+            device={"type": subject.device, "name": name},
+            seed=subject.seed,
+            tiers=tuple(tiers),
+            limits={
+                "error": measures.ERROR,
+                "worst_row": measures.WORST_ROW,
+                "gain_eps": measures.GAIN_EPS,
+                "gain_sigmas": measures.GAIN_SIGMAS,
+            },
+            results=tuple(results),
+        )
+
+    @property
+    def title(self) -> str:
+        """What was tested on what, in one line."""
+        kind, name = self.subject["kind"], self.subject["name"]
+        options = "".join(f" {key}={value}" for key, value in self.subject["options"].items())
+        versions = f"transformers {self.versions['transformers']}, torch {self.versions['torch']}"
+        where = f"{self.device['type']} ({self.device['name']})"
+        return f"{kind}={name}{options} ({self.subject['distribution']}) on {where}, {versions}, seed {self.seed}"
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(result.status for result in self.results)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run fails: a bad status, or not one cell that was truly run."""
+        ran = any(result.status in ("pass", "xfail", "unsupported") for result in self.results)
+        return not ran or any(result.status in BAD for result in self.results)
+
+    def save(self, path: Path) -> None:
+        values = asdict(self) | {"format": FORMAT, "results": [r.to_dict() for r in self.results]}
+        # JSON has no infinity or NaN, and a wrong backend gives both
+        path.write_text(json.dumps(_named(values), indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Report:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: it is none, or one of another format.
+        """
+        try:
+            values = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} is no report: {error}") from error
+        if not isinstance(values, Mapping) or values.get("format") != FORMAT:
+            raise ValueError(f"{path} is no report of format {FORMAT}, which this version reads")
+        found = _numbers({name: value for name, value in values.items() if name != "format"})
+        found["results"] = tuple(Result.from_dict(r) for r in found["results"])
+        return cls(**{**found, "tiers": tuple(found["tiers"])})
+
+
+_NAMES = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return {"number": str(value)}
+    if isinstance(value, dict):
+        return {k: _named(v) for k, v in value.items()}
+    return [_named(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {"number"}:
+            return _NAMES[value["number"]]
+        return {k: _numbers(v) for k, v in value.items()}
+    return [_numbers(v) for v in value] if isinstance(value, list) else value
