@@ -212,7 +212,7 @@ _registered: dict[tuple[str, str], str] = {}
 """(interface, key) -> the target that this package registered there."""
 
 
-def _register(key: str, target: str, *functions: tuple[Any, object]) -> None:
+def register_function(key: str, target: str, *functions: tuple[Any, object]) -> None:
     """Register a function with each of these global interfaces of Transformers: with all, or with none.
 
     Raises:
@@ -245,7 +245,7 @@ class SetExperts(Edit):
     def register(self) -> None:
         if not self._is_stock():
             function = partial(self._load(), **self.options) if self.options else self._load()
-            _register(self.key, self.backend.spec.target, (type(ALL_EXPERTS_FUNCTIONS), function))
+            register_function(self.key, self.backend.spec.target, (type(ALL_EXPERTS_FUNCTIONS), function))
 
     def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
         for original in configs.originals:
@@ -359,7 +359,7 @@ class SetAttention(Edit):
             mask = ALL_MASK_ATTENTION_FUNCTIONS[mask]
         attention = partial(backend.attention, **self.options) if self.options else backend.attention
         interfaces = (type(ALL_MASK_ATTENTION_FUNCTIONS), mask), (type(ALL_ATTENTION_FUNCTIONS), attention)
-        _register(self.key, self.backend.spec.target, *interfaces)
+        register_function(self.key, self.backend.spec.target, *interfaces)
 
     def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
         written: list[PreTrainedConfig] = []
@@ -534,7 +534,7 @@ class SwapDispatcher(Edit):
 
         if not self._is_stock():
             dispatcher = partial(self._load(), **self.options) if self.options else self._load()
-            _register(self.key, self.backend.spec.target, (EPImplementationInterface, dispatcher))
+            register_function(self.key, self.backend.spec.target, (EPImplementationInterface, dispatcher))
 
     def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
         from transformers.distributed.expert_parallel import EpDispatchExpertsParallel

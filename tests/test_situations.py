@@ -835,7 +835,6 @@ class TestCompile:
         assert relative(compiled.logits, plain.logits) <= 1e-2
         assert max(relative(compiled.gradients[n], g) for n, g in plain.gradients.items()) <= 5e-2
 
-    @pytest.mark.xfail(reason="F.grouped_mm under torch.compile knows bfloat16 only", strict=True)
     def test_torch_mm_in_float32(self) -> None:
         check_works(torch.compile(build(), backend="eager"), CONFIGS["torch_mm"])
 

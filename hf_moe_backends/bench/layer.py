@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_moe_backends._version import __version__
+from hf_moe_backends.edits import register_function
 from hf_moe_backends.errors import BackendUnavailable, ConfigError, nearest
 from hf_moe_backends.registry import registry
 from hf_moe_backends.spec import STOCK_NAMES
@@ -223,8 +224,8 @@ def _register(name: str) -> None:
     reason = backend.unavailable(probe=True)
     if reason:
         raise BackendUnavailable(f"experts={name!r} cannot run on this machine: {reason}")
-    if name not in STOCK_NAMES["experts"] and name not in ALL_EXPERTS_FUNCTIONS:
-        type(ALL_EXPERTS_FUNCTIONS).register(name, backend.spec.load())
+    if name not in STOCK_NAMES["experts"]:
+        register_function(name, backend.spec.target, (type(ALL_EXPERTS_FUNCTIONS), backend.spec.load()))
 
 
 def _build(geometry: Geometry, device: str, dtype: torch.dtype) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -74,10 +75,15 @@ def _in_compute_dtype(weights: Weights, device: str) -> Weights:
 _gates: WeakKeyDictionary[nn.Module, tuple[object, Gate]] = WeakKeyDictionary()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _gate(experts: nn.Module) -> Gate:
     """The module's gate, recognised once, and again when its activation or one of its numbers is exchanged."""
-    module: Any = experts
+    if torch.compiler.is_compiling():
+        formula, limit, alpha = _gate_at(id(experts))
+        return Gate(formula=formula, limit=limit, alpha=alpha)
+    return _gate_of(experts)
+
+
+def _gate_of(module: Any) -> Gate:
     numbers = tuple((k, v) for k, v in vars(module).items() if type(v) in (int, float, bool))
     state = (id(module._modules.get("act_fn", vars(module).get("act_fn"))), numbers)
     known = _gates.get(module)
@@ -85,3 +91,14 @@ def _gate(experts: nn.Module) -> Gate:
         known = (state, recognise_gate(module))
         _gates[module] = known
     return known[1]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _gate_at(address: int) -> tuple[str, float, float]:
+    """The gate of the module at an address, while it is traced.
+
+    torch.compile runs such a function for real, but takes only constants for its arguments. A module is none; its
+    address is, and the module is there as long as it is traced.
+    """
+    gate = _gate_of(ctypes.cast(address, ctypes.py_object).value)
+    return gate.formula, gate.limit, gate.alpha
