@@ -16,6 +16,7 @@ import torch
 from packaging.version import Version
 from torch import nn
 
+from hf_moe_backends import MoeBackendError
 from hf_moe_backends.spec import Kind
 from hf_moe_conformance.measures import Measure
 from hf_moe_conformance.subject import Subject
@@ -89,6 +90,17 @@ class Bench(ABC):
     def candidate(self, needs: frozenset[str]) -> nn.Module:
         """A stock model that demands the variant and `needs` of a backend, for it to be refused."""
 
+    def put_in_place(self, model: nn.Module) -> None:
+        """Set the backend on a model that its claims cover.
+
+        Raises:
+            Failure: it was refused.
+        """
+        try:
+            self.subject.apply(model)
+        except MoeBackendError as refusal:
+            raise Failure([f"it claims to serve this and was refused: {refusal}"]) from refusal
+
     def judge(self, measures: Iterable[Measure]) -> None:
         """Record what was measured.
 
@@ -102,6 +114,10 @@ class Bench(ABC):
         problems = [problem for m in found for problem in m.problems]
         if problems:
             raise Failure(problems, [m for m in found if m.problems])
+
+
+class NotApplicable(Exception):
+    """The subject has no part in this, or says no to it, as the message tells. The cell is unsupported."""
 
 
 def require(holds: bool, problem: str) -> None:

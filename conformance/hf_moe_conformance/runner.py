@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from hf_moe_conformance.check import TIERS, Bench, Cell, Failure, Tier, check
+from hf_moe_conformance.check import TIERS, Bench, Cell, Failure, NotApplicable, Tier, check
 from hf_moe_conformance.claims import UNREFUSABLE, see_refusal, unclaimed
 from hf_moe_conformance.measures import Measure
 from hf_moe_conformance.result import Expectations, Result, Status, expected, judge, require_named
@@ -67,6 +67,8 @@ class InProcess:
             return "unsupported", see_refusal(cell, self.subject, missing)
         try:
             cell.check.run(self.bench(cell))
+        except NotApplicable as refusal:
+            return "unsupported", str(refusal)
         except Exception as error:
             if not missing:
                 raise

@@ -2,4 +2,8 @@
 
 from __future__ import annotations
 
+from hf_moe_conformance.checks import attention as attention
 from hf_moe_conformance.checks import experts as experts
+from hf_moe_conformance.checks import linear as linear
+from hf_moe_conformance.checks import loss as loss
+from hf_moe_conformance.checks import norm as norm
