@@ -231,12 +231,10 @@ class _Context:
         head = getattr(attention, "qk_head_dim", None) or getattr(attention, "head_dim", None) or 0
         value_head = getattr(attention, "v_head_dim", None) or head
         groups = getattr(attention, "num_key_value_groups", 1)
-        sinks = re.search(r"s_aux=self\.(\w+)", source)
-        softcap = re.search(r"softcap=self\.(\w+)", source)
         features = {
-            "sinks": sinks is not None and getattr(attention, sinks[1], None) is not None,
-            "softcap": softcap is not None and getattr(attention, softcap[1], None) is not None,
-            "sliding_window": "sliding_window=" in source and getattr(attention, "sliding_window", None) is not None,
+            "sinks": _passes(attention, "s_aux", source),
+            "softcap": _passes(attention, "softcap", source),
+            "sliding_window": _passes(attention, "sliding_window", source),
             "mla": value_head != head,
             "gqa": isinstance(groups, int) and groups > 1,
             "bidirectional": not getattr(attention, "is_causal", True),
@@ -382,6 +380,23 @@ def _forward_source(cls: Hashable) -> str:
         return inspect.getsource(inspect.unwrap(cls.forward))  # type: ignore[attr-defined]
     except (OSError, TypeError, AttributeError):
         return ""
+
+
+def _passes(attention: nn.Module, argument: str, source: str) -> bool:
+    """Whether this module hands its attention function a value for `argument`, in what its forward's source says.
+
+    An expression of another form than Transformers uses counts as one: a backend that cannot serve it then refuses.
+    """
+    passed = re.search(rf"\b{argument}=(.*)", source)
+    if passed is None or re.match(r"None\b", passed[1]):
+        return False
+    of_config = re.match(r'getattr\(self\.config, "(\w+)", None\)', passed[1])
+    if of_config:
+        return getattr(attention.config, of_config[1], None) is not None
+    own = re.match(r"self\.(\w+)(?: if self\.(\w+) else None)?", passed[1])
+    if own:
+        return getattr(attention, own[1], None) is not None and (own[2] is None or bool(getattr(attention, own[2])))
+    return True
 
 
 def is_expert_parallel(module: nn.Module) -> bool:
