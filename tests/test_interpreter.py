@@ -25,5 +25,6 @@ def test_kernels_under_the_interpreter() -> None:
         timeout=900,
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert re.search(r"\b(9\d|\d{3,}) passed", result.stdout), result.stdout[-500:]
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert passed is not None and int(passed[1]) > 80, result.stdout[-500:]
     assert "skipped" not in result.stdout
