@@ -21,10 +21,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import hf_moe_backends
 from hf_moe_backends import (
     AttentionBackend,
     BackendConfig,
     BackendSpec,
+    BackendUnavailable,
     Capabilities,
     NoSite,
     Option,
@@ -690,3 +692,122 @@ class TestNoDispatcher:
             layer.mlp.experts._is_expert_parallel = True
         match = r"^dispatcher='mine': choosing a dispatcher needs transformers>=5\.23"
         Undamaged(model, None).fails(BackendConfig(dispatcher="mine"), match)
+
+
+class TestTraining:
+    """A backend without a backward pass is refused where the model trains, module by module."""
+
+    @pytest.fixture(autouse=True)
+    def _inference_only(self) -> None:
+        offer(*(spec(kind, "fast", f"test_plan:TARGETS.{kind}", training=False, priority=900) for kind in KINDS))
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_by_name(self, kind: str) -> None:
+        config = BackendConfig(**{kind: "fast"})
+        model = zoo.build("qwen3_moe").train()
+        match = rf"(?s)^{kind}='fast' cannot run.*has no backward pass.*training mode: model\.eval\(\) first \(at "
+        with pytest.raises(BackendUnavailable, match=match):
+            plan_moe_backend(model, config)
+        assert get_moe_backend(set_moe_backend(model.eval(), config).model) == config
+
+    def test_by_auto(self) -> None:
+        model = zoo.build("qwen3_moe")
+        assert plan_moe_backend(model, BackendConfig(experts="auto")).config == BackendConfig(experts="fast")
+        plan = plan_moe_backend(model.train(), BackendConfig(experts="auto"))
+        assert plan.config == BackendConfig(experts="torch_mm")
+        assert re.search(
+            r"not fast: has no backward pass, .* \(at model\.layers\.0\.mlp\.experts and 1 more\)", str(plan)
+        )
+
+    def test_one_module_in_training_mode(self) -> None:
+        """As when a part of a model is fine-tuned."""
+        model = zoo.build("qwen3_moe")
+        model.model.layers[1].mlp.train()
+        with pytest.raises(BackendUnavailable, match=r"no backward pass.*\(at model\.layers\.1\.mlp\.experts\)"):
+            plan_moe_backend(model, BackendConfig(experts="fast"))
+        assert plan_moe_backend(model, BackendConfig(attn="fast")).config == BackendConfig(attn="fast")
+
+    def test_the_mode_is_that_of_the_moment(self) -> None:
+        model = zoo.build("qwen3_moe")
+        plan = plan_moe_backend(model, BackendConfig(experts="fast"))
+        model.train()
+        with pytest.raises(BackendUnavailable, match="no backward pass"):
+            plan_moe_backend(model, BackendConfig(experts="fast"))
+        model.eval()
+        plan.apply()
+        assert plan.in_force
+
+
+class TestText:
+    """`print(plan)` is the explanation."""
+
+    def test_a_plan_of_everything(self) -> None:
+        model = zoo.build("gpt_oss")
+        tile = Option(name="tile", type=int, default=64, help="")
+        offer(spec("experts", "tiled", "test_plan:TARGETS.experts", options=(tile,)))
+        config = BackendConfig(
+            attn="eager",
+            linear="mine",
+            norm="torch",
+            experts="tiled",
+            loss="mine",
+            options={"experts.tiled": {"tile": 8}},
+        )
+        plan = plan_moe_backend(model, config)
+        ours = f"hf-moe-backends {hf_moe_backends.__version__}"
+        expected = f"""\
+GptOssForCausalLM: backends planned
+  attn: eager on 2 sites, from {ours}
+      through ALL_ATTENTION_FUNCTIONS and AttentionMaskInterface, config._attn_implementation
+      1 x head 16, float32, cpu, gqa sinks sliding_window
+      1 x head 16, float32, cpu, gqa sinks
+  linear: mine on 9 sites, from my-kernels 2.1
+      through module replacement
+      4 x in 64 out 64, float32, cpu, bias
+      4 x in 64 out 32, float32, cpu, bias
+      1 x in 64 out 128, float32, cpu, head
+  norm: torch on 5 sites, from {ours}
+      5 x width 64, float32, cpu, rms(eps=1e-05)
+  experts: tiled on 2 sites, from my-kernels 2.1
+      through ALL_EXPERTS_FUNCTIONS, config._experts_implementation
+      options tile=8
+      2 x 8 experts, hidden 64 intermediate 96, float32, cpu, bias interleaved transposed, gpt_oss(limit=7, alpha=1.702)
+  dispatcher: not asked for
+  loss: mine on 1 site, from my-kernels 2.1
+      through model.loss_function
+"""
+        lines = str(plan).splitlines()
+        # the loss's own line is not this test's business
+        assert lines[: len(expected.splitlines())] == expected.splitlines()
+        plan.apply()
+        assert str(plan).startswith("GptOssForCausalLM: backends in force\n")
+        plan.revert()
+        assert str(plan).startswith("GptOssForCausalLM: backends planned\n")
+
+    def test_auto(self) -> None:
+        text = str(plan_moe_backend(zoo.build("qwen3_moe"), BackendConfig.auto()))
+        stock = "stock; auto does not swap one stock implementation for another"
+        for line in (
+            "  attn: stays on sdpa (2 sites)",
+            "  norm: stays on torch (9 sites)",
+            f"  experts: torch_mm (auto) on 2 sites, from hf-moe-backends {hf_moe_backends.__version__}",
+            f"      not batched_mm, deepgemm, eager, sonicmoe: {stock}",
+            "      not grouped_mm: priority 0 is not above torch_mm's 50",
+            "      not loop: priority -10 is not above stock code's 0",
+            "      not mine: priority 0 is not above stock code's 0",
+            "      not toy: priority -100 is not above stock code's 0",
+            "  dispatcher: this model has no site of kind dispatcher",
+            "  loss: stays on torch (1 site)",
+        ):
+            assert line in text.splitlines()
+        assert "options" not in text
+
+    def test_experts_that_dispatch_late(self) -> None:
+        text = str(plan_moe_backend(step3p7(), BackendConfig(experts="loop")))
+        assert "      through the module's forward, as @use_experts_implementation sets it\n" in text
+        assert "      through ALL_EXPERTS_FUNCTIONS, config._experts_implementation\n" in text
+
+    def test_norms_and_their_orders(self) -> None:
+        text = str(plan_moe_backend(zoo.build("qwen3_moe"), BackendConfig(norm="torch")))
+        assert "      5 x width 64, float32, cpu, rms(eps=1e-06), rounds before its weight\n" in text
+        assert "      4 x width 16, float32, cpu, rms(eps=1e-06), rounds before its weight\n" in text
