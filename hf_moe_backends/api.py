@@ -15,6 +15,7 @@ from hf_moe_backends.config import BackendConfig
 from hf_moe_backends.errors import ConfigError
 from hf_moe_backends.plan import MARK, Plan, host, lock, plans, revert_all
 from hf_moe_backends.registry import registry
+from hf_moe_backends.selection import check_names
 from hf_moe_backends.spec import Kind
 
 
@@ -28,10 +29,8 @@ def plan_moe_backend(model: nn.Module, config: BackendConfig, *, device: str | N
     Raises:
         MoeBackendError: the config cannot be applied to this model on this machine, and why.
     """
-    if not isinstance(config, BackendConfig):
-        raise ConfigError(f"config must be a BackendConfig, got {config!r}; BackendConfig.from_dict takes a mapping")
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model must be a torch module, got {type(model).__name__}")
+    _require_config("config", config)
+    _require_module(model)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     with lock, _as_stock(host(model)):
@@ -59,6 +58,7 @@ def reset_moe_backend(model: nn.Module) -> None:
     Raises:
         PlanError: the model was sharded, hooked or copied in part after its modules were replaced. Nothing is reset.
     """
+    _require_module(model)
     with lock:
         revert_all(plans(model), model)
 
@@ -69,6 +69,7 @@ def get_moe_backend(model: nn.Module) -> BackendConfig:
     What was changed since behind this package's back, through `model.set_experts_implementation` for instance, is
     reported as it is now.
     """
+    _require_module(model)
     plan = vars(host(model)).get(MARK)
     if not isinstance(plan, Plan):
         return BackendConfig()
@@ -88,8 +89,10 @@ def get_moe_backend(model: nn.Module) -> BackendConfig:
 @contextmanager
 def moe_backend(model: nn.Module, config: BackendConfig) -> Iterator[Plan]:
     """`set_moe_backend` for the time of a `with` block; what was in force on entry comes back on exit."""
-    before = plans(host(model))
-    plan = set_moe_backend(model, config)
+    _require_module(model)
+    with lock:
+        before = plans(host(model))
+        plan = set_moe_backend(model, config)
     try:
         yield plan
     finally:
@@ -138,8 +141,13 @@ class AutoModelForCausalLM(transformers.AutoModelForCausalLM):  # type: ignore[m
 
 
 def _beside_stock_arguments(backend: BackendConfig | None, kwargs: dict[str, Any]) -> BackendConfig:
-    """The config to apply, where Transformers' own arguments for the same thing may be given as well."""
+    """The config to apply, where Transformers' own arguments for the same thing may be given as well.
+
+    What can be checked without a model is checked here: loading one takes its time.
+    """
     backend = BackendConfig.auto() if backend is None else backend
+    _require_config("backend", backend)
+    check_names(backend, registry())
     arguments: dict[Kind, str] = {"attn": "attn_implementation", "experts": "experts_implementation"}
     for kind, argument in arguments.items():
         asked = backend.get(kind)
@@ -152,3 +160,13 @@ def _beside_stock_arguments(backend: BackendConfig | None, kwargs: dict[str, Any
             )
         backend = BackendConfig.from_dict(backend.to_dict() | {kind: None})
     return backend
+
+
+def _require_config(name: str, config: object) -> None:
+    if not isinstance(config, BackendConfig):
+        raise ConfigError(f"{name} must be a BackendConfig, got {config!r}; BackendConfig.from_dict takes a mapping")
+
+
+def _require_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch module, got {type(model).__name__}")

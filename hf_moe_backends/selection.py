@@ -69,6 +69,22 @@ def select(
     return tuple(_choose(kind, config, sites[kind], registry, current.get(kind), device) for kind in KINDS)
 
 
+def check_names(config: BackendConfig, registry: Registry) -> None:
+    """Raise for a name or an option that does not exist, as `select` would. This needs no model.
+
+    Raises:
+        ConfigError: an unknown name or option.
+        BackendConflict: a name that two distributions offer.
+    """
+    for kind in KINDS:
+        asked = config.get(kind)
+        if asked not in (None, "auto"):
+            registry.get(kind, asked)
+        for key, values in config.options.items():
+            if key.startswith(f"{kind}."):
+                _options(registry.get(kind, key.partition(".")[2]), values)
+
+
 def _choose(
     kind: Kind,
     config: BackendConfig,
