@@ -219,7 +219,13 @@ _family("qwen4_exp_text", "Qwen4ExpTextConfig", "Qwen4ExpForCausalLM", folder="q
 _family("sarvam_moe", "SarvamMoEConfig", "Glm4MoeForCausalLM", folder="glm4_moe")
 _family("sarvam_mla", "SarvamMLAConfig", "DeepseekV3ForCausalLM", folder="deepseek_v3", num_key_value_heads=HEADS)
 _family("solar_open", "SolarOpenConfig", "SolarOpenForCausalLM")
-_family("unlimited_ocr_text", "UnlimitedOcrTextConfig", "UnlimitedOcrTextModel", folder="unlimited_ocr")
+_family(
+    "unlimited_ocr_text",
+    "UnlimitedOcrTextConfig",
+    "UnlimitedOcrTextModel",
+    folder="unlimited_ocr",
+    num_key_value_heads=HEADS,  # its eager attention fails on fewer
+)
 _family("zaya", "ZayaConfig", "ZayaForCausalLM", num_experts_per_tok=1, router_hidden_size=16)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,10 +19,10 @@ WIDTH, EPS = 96, 1e-3
 
 @cache
 def norm_layouts() -> tuple[ModuleLayout, ...]:
-    def family(folder: str, name: str, *arguments: Any) -> Callable[[], nn.Module]:
-        def build() -> nn.Module:
+    def family(folder: str, name: str, *arguments: Any) -> Callable[..., nn.Module]:
+        def build(**more: Any) -> nn.Module:
             module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-            norm: nn.Module = getattr(module, name)(*arguments, eps=EPS)
+            norm: nn.Module = getattr(module, name)(*arguments, eps=EPS, **more)
             return norm
 
         return build
@@ -55,7 +55,7 @@ def norm_layouts() -> tuple[ModuleLayout, ...]:
         ),
         layout(
             "unweighted",
-            family("deepseek_v4", "DeepseekV4UnweightedRMSNorm"),
+            partial(family("gemma4", "Gemma4RMSNorm", WIDTH), with_scale=False),
             lambda x, p: reference.rms_norm(x, None, EPS),
             "unweighted",
         ),
