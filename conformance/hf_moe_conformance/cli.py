@@ -1,4 +1,4 @@
-"""`moe-conformance run | matrix`."""
+"""`moe-conformance run | matrix | calibrate`."""
 
 from __future__ import annotations
 
@@ -101,6 +101,34 @@ def matrix(
         html.write_text(matrices.page(found))
     if any(report.failed for report in found):
         raise typer.Exit(FAILED)
+
+
+@app.command()
+def calibrate(
+    backends: Annotated[list[str], typer.Argument(metavar="KIND=NAME...", help="Correct backends of one kind.")],
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[list[str] | None, typer.Option(help="May be repeated.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many draws of everything.")] = 5,
+) -> None:
+    """Print, as Markdown, what correct backends score: the distribution that the limits were set by."""
+    from hf_moe_conformance.calibrate import collect, table
+
+    try:
+        pairs = [_kind_and_name(backend) for backend in backends]
+        if len({kind for kind, _ in pairs}) > 1:
+            raise ValueError("calibrate backends of one kind at a time")
+        scores = collect(
+            pairs[0][0],
+            [name for _, name in pairs],
+            device=_device(device),
+            dtypes=dtype or DEFAULT_DTYPES,
+            seeds=range(seeds),
+            say=lambda text: typer.echo(text, err=True),
+        )
+    except (MoeBackendError, ValueError) as error:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        raise typer.Exit(UNUSABLE) from None
+    typer.echo(table(scores))
 
 
 class _Progress:
