@@ -180,7 +180,8 @@ class AttentionBench(Bench):
         return attention_layouts()
 
     def candidate(self, needs: frozenset[str]) -> nn.Module:
-        return copy.deepcopy(self.stock).train("training" in needs)
+        model: nn.Module = copy.deepcopy(self.stock).train("training" in needs)
+        return model
 
     def backed(self, *, training: bool = False) -> nn.Module:
         """A copy of the stock model with the backend in place."""
@@ -300,7 +301,7 @@ def run_attention(
     """`y` and gradients of the attention function that the model's config names."""
     module = attention_of(model)
     device = next(module.parameters()).device
-    eager = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+    eager = sys.modules[type(module).__module__].eager_attention_forward
     function = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
     if call is not None:
         function = call(function)

@@ -55,7 +55,7 @@ class ModelBench(Bench):
         super().__init__(subject, variant)
         family = variant.layout.name
         # eager by name, so that not both sides run on what is the default
-        how = {f"{subject.kind}_implementation": "eager"} if subject.kind in ("attn", "experts") else {}
+        how: dict[str, Any] = {f"{subject.kind}_implementation": "eager"} if subject.kind in ("attn", "experts") else {}
         # not the run's seed: on other draws single gradients are ill-conditioned, and eager itself is off by percents
         self.stock, self.model = (zoo.build(family, **how).to(subject.device) for _ in range(2))
         self.inputs = {name: t.to(subject.device) for name, t in zoo.sample_inputs(self.stock).items()}
