@@ -148,7 +148,9 @@ class _Progress:
 
 def _print(report: Report) -> None:
     # in a file or a pipe as wide as it takes, so that nothing is cut
-    Console(width=None if sys.stdout.isatty() else 400, highlight=False).print(matrices.table(report))
+    console = Console(width=None if sys.stdout.isatty() else 400, highlight=False)
+    for table in matrices.tables(report):
+        console.print(table)
 
 
 def _kind_and_name(backend: str) -> tuple[Any, str]:

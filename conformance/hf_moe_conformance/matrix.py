@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.table import Table
 from rich.text import Text
@@ -41,13 +42,43 @@ def label(result: Result) -> str:
     return f"{worst:.1f}" if worst < 100 else f"{worst:.0e}"
 
 
-def _grid(report: Report) -> tuple[list[str], list[str], dict[tuple[str, str], Result]]:
-    """Columns (dtype and layout), rows (checks), and the results between them."""
-    columns = list(dict.fromkeys(f"{r.dtype}-{r.layout}" for r in report.results))
-    # by dtype first, so that a dtype's columns stand together
-    columns.sort(key=lambda column: list(dict.fromkeys(r.dtype for r in report.results)).index(column.split("-")[0]))
-    rows = list(dict.fromkeys(r.check for r in report.results))
-    return columns, rows, {(r.check, f"{r.dtype}-{r.layout}"): r for r in report.results}
+@dataclass(frozen=True)
+class Grid:
+    """Rows, columns, and the results between them, by (row, column)."""
+
+    corner: str
+    rows: list[str]
+    columns: list[str]
+    cells: dict[tuple[str, str], Result]
+
+
+def grids(report: Report) -> list[Grid]:
+    """Checks x (dtype and layout), and families x checks for whole models, of which there are too many for columns."""
+    found = []
+    layered = [r for r in report.results if not r.check.startswith("model/")]
+    if layered:
+        dtypes = list(dict.fromkeys(r.dtype for r in layered))
+        # by dtype first, so that a dtype's columns stand together
+        columns = sorted({f"{r.dtype}-{r.layout}": r for r in layered}.items(), key=lambda c: dtypes.index(c[1].dtype))
+        found.append(
+            Grid(
+                "check",
+                list(dict.fromkeys(r.check for r in layered)),
+                [column for column, _ in columns],
+                {(r.check, f"{r.dtype}-{r.layout}"): r for r in layered},
+            )
+        )
+    models = [r for r in report.results if r.check.startswith("model/")]
+    if models:
+        found.append(
+            Grid(
+                "family",
+                list(dict.fromkeys(r.layout for r in models)),
+                list(dict.fromkeys(f"{r.dtype}-{r.check}" for r in models)),
+                {(r.layout, f"{r.dtype}-{r.check}"): r for r in models},
+            )
+        )
+    return found
 
 
 def summary(report: Report) -> str:
@@ -55,19 +86,21 @@ def summary(report: Report) -> str:
     return ", ".join(f"{count} {status}" for status, count in sorted(report.counts.items()))
 
 
-def table(report: Report) -> Table:
+def tables(report: Report) -> list[Table]:
     """The matrix for a terminal."""
-    columns, rows, cells = _grid(report)
-    found = Table(title=report.title, caption=summary(report), title_justify="left", pad_edge=False)
-    found.add_column("check", no_wrap=True)
-    for column in columns:
-        found.add_column(column.replace("-", "\n", 1), justify="right", no_wrap=True)
-    for row in rows:
-        line = []
-        for column in columns:
-            result = cells.get((row, column))
-            line.append(Text(label(result), style=COLOURS[result.status][0]) if result else Text(""))
-        found.add_row(row, *line)
+    found = []
+    for grid in grids(report):
+        made = Table(title=report.title, caption=summary(report), title_justify="left", pad_edge=False)
+        made.add_column(grid.corner, no_wrap=True)
+        for column in grid.columns:
+            made.add_column(column.replace("-", "\n", 1), justify="right", no_wrap=True)
+        for row in grid.rows:
+            line = []
+            for column in grid.columns:
+                result = grid.cells.get((row, column))
+                line.append(Text(label(result), style=COLOURS[result.status][0]) if result else Text(""))
+            made.add_row(row, *line)
+        found.append(made)
     return found
 
 
@@ -98,21 +131,15 @@ def page(reports: Sequence[Report]) -> str:
 
 
 def _section(report: Report) -> str:
-    columns, rows, cells = _grid(report)
-    head = "".join(f"<th>{html.escape(column).replace('-', '<br>', 1)}</th>" for column in columns)
     lines = [f"<h2>{html.escape(report.title)}</h2><p>{summary(report)}</p>"]
-    lines.append(f"<table><thead><tr><th>check</th>{head}</tr></thead><tbody>")
-    for row in rows:
-        line = [f"<th>{html.escape(row)}</th>"]
-        for column in columns:
-            result = cells.get((row, column))
-            if result is None:
-                line.append('<td class="none"></td>')
-            else:
-                title = html.escape(f"{result.cell}: {result.status}\n{result.message}"[:2000], quote=True)
-                line.append(f'<td class="{result.status}" title="{title}">{label(result)}</td>')
-        lines.append(f"<tr>{''.join(line)}</tr>")
-    lines.append("</tbody></table>")
+    for grid in grids(report):
+        head = "".join(f"<th>{html.escape(column).replace('-', '<br>', 1)}</th>" for column in grid.columns)
+        lines.append(f"<table><thead><tr><th>{grid.corner}</th>{head}</tr></thead><tbody>")
+        for row in grid.rows:
+            line = [f"<th>{html.escape(row)}</th>"]
+            line += [_cell(grid.cells.get((row, column))) for column in grid.columns]
+            lines.append(f"<tr>{''.join(line)}</tr>")
+        lines.append("</tbody></table>")
     for result in report.results:
         if result.status in ("fail", "error", "xpass", "xfail"):
             what = f"{result.cell}: {result.status}"
@@ -120,3 +147,10 @@ def _section(report: Report) -> str:
                 f"<details><summary>{html.escape(what)}</summary><pre>{html.escape(result.message)}</pre></details>"
             )
     return "\n".join(lines)
+
+
+def _cell(result: Result | None) -> str:
+    if result is None:
+        return '<td class="none"></td>'
+    title = html.escape(f"{result.cell}: {result.status}\n{result.message}"[:2000], quote=True)
+    return f'<td class="{result.status}" title="{title}">{label(result)}</td>'

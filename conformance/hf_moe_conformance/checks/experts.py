@@ -282,11 +282,12 @@ def sentinels_router(bench: ExpertsBench) -> None:
     for outcome in found:
         gradient = outcome.got["d_router"]
         require(gradient is not None, "d_router (sentinels): there is no gradient")
-        assert gradient is not None and outcome.eager["d_router"] is not None
+        eager = outcome.eager["d_router"]
+        assert gradient is not None and eager is not None
         foreign = outcome.inputs.ids == UNIFORM.experts
         largest = gradient.cpu()[foreign].abs().max().item()
         require(largest == 0, f"d_router is up to {largest:.3g} for pairs of other ranks, not zero")
-        outcome.eager["d_router"][foreign.to(bench.subject.device)] = 0  # eager ran without sentinels
+        eager.masked_fill_(foreign.to(eager.device), 0)  # eager ran without sentinels
     bench.judge([bench.compare("d_router", "sentinels", found)])
 
 
