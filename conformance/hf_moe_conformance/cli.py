@@ -111,8 +111,13 @@ def calibrate(
     seeds: Annotated[int, typer.Option(min=1, help="How many draws of everything.")] = 5,
 ) -> None:
     """Print, as Markdown, what correct backends score: the distribution that the limits were set by."""
+    import torch
+    import transformers
+
     from hf_moe_conformance.calibrate import collect, table
 
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)  # as in workers
     try:
         pairs = [_kind_and_name(backend) for backend in backends]
         if len({kind for kind, _ in pairs}) > 1:
