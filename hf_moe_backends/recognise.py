@@ -25,6 +25,10 @@ TOLERANCE = 1e-6
 tell the exact from the tanh-approximated GELU (1e-4 apart)."""
 
 
+FAR = 1e4
+"""Further than any activation goes: what a gate clamps beyond is not seen."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gate:
     """What an experts module does between its two projections, with `g`, `u` the gate and up halves.
@@ -119,24 +123,22 @@ def _call_gate(experts: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _recognise_activation(activation: Callable[[Tensor], Tensor]) -> Gate:
-    x = _grid(8.0)
+    grids = _grids(FAR)
+    got = [activation(x) for x in grids]
     for name, known in ACTIVATIONS.items():
-        if _close(activation(x), known(x)):
+        if all(map(_close, got, map(known, grids))):
             return Gate(formula=name)
     return Gate(formula="custom")
 
 
 def _recognise_glu(call: Callable[[Tensor, Tensor], Tensor]) -> Gate:
-    # Every known gate is a(g) * (clamp(u, -limit, limit) + offset). A few points tell offset, limit and alpha; the grid
-    # below then decides, so a wrong guess can only end in "custom".
-    far = 1e4
-    at_zero, at_one, at_far = call(_row(1.0, 1.0, 1.0), _row(0.0, 1.0, far)).tolist()
+    # Every known gate is a(g) * (clamp(u, -limit, limit) + offset). A few points tell offset, limit and alpha; the
+    # grids below then decide, so a wrong guess can only end in "custom".
+    at_zero, at_one, at_far = call(_row(1.0, 1.0, 1.0), _row(0.0, 1.0, FAR)).tolist()
     slope = at_one - at_zero
     offset = at_zero / slope
     limit = at_far / slope - offset
-    limit = math.inf if limit > 0.99 * far else _round(limit)
-    if not limit > 0:  # of none that we know, and the grid below would be a single point
-        return Gate(formula="custom")
+    limit = math.inf if limit > 0.99 * FAR else _round(limit)
     alpha = _round(math.log(slope / (1 - slope))) if 0 < slope < 1 else 1.0
 
     candidates: dict[Gate, tuple[Callable[[Tensor], Tensor], float]] = {}
@@ -148,8 +150,7 @@ def _recognise_glu(call: Callable[[Tensor, Tensor], Tensor]) -> Gate:
         candidates[Gate(formula="swiglu_clamped_after", limit=limit)] = (partial(_silu_cut_at, limit), 0.0)
     candidates[Gate(formula="gpt_oss", limit=limit, alpha=alpha)] = (partial(_sigmoid_up_to, limit, alpha), 1.0)
 
-    # A wide grid sees the clamps, a narrow one the shape around zero, which a wide one's large values would hide.
-    grids = [_grid(8.0)] if math.isinf(limit) else [_grid(8.0), _grid(3 * limit)]
+    grids = _grids(FAR if math.isinf(limit) else 3 * limit)
     mixed = torch.randperm(grids[0].numel(), generator=torch.Generator().manual_seed(0), device="cpu")
     got = [call(gate, gate[mixed]) for gate in grids]
     for candidate, (activation_fn, plus) in candidates.items():
@@ -187,13 +188,9 @@ def _recognise_norm(norm: nn.Module) -> Norm:
     small = 1e-3 * x  # makes eps visible: y = w * x / sqrt(mean(x^2) + eps)
 
     def call(x: Tensor) -> Tensor:
-        clone = copy.copy(norm)  # a stand-in without the module's weights, hooks and instance forward
-        # tensors included: FSDP leaves views of freed memory in the place of parameters, and reading them is a crash
-        clone.__dict__ = {
-            k: v
-            for k, v in vars(norm).items()
-            if k != "forward" and not k.endswith("_hooks") and not isinstance(v, Tensor)
-        }
+        clone = copy.copy(norm)  # a stand-in with weights of its own
+        # FSDP leaves views of freed memory in the place of parameters, and reading them is a crash
+        clone.__dict__ = {name: value for name, value in vars(norm).items() if not isinstance(value, Tensor)}
         clone.__dict__["_parameters"] = {n: nn.Parameter(w.to(x.dtype), False) for n, w in weights.items()}
         output: Tensor = type(norm).forward(clone, x)
         return output
@@ -262,8 +259,9 @@ def _nearest_attribute(norm: nn.Module, value: float) -> float:
     return max(value, 0.0)
 
 
-def _grid(reach: float) -> Tensor:
-    return torch.linspace(-reach, reach, 257, dtype=torch.float64, device="cpu")
+def _grids(reach: float) -> list[Tensor]:
+    """A wide grid, that sees clamps, and a narrow one for the shape around zero, which large values would hide."""
+    return [torch.linspace(-r, r, 257, dtype=torch.float64, device="cpu") for r in (8.0, reach)]
 
 
 def _row(*values: float) -> Tensor:

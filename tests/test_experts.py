@@ -549,6 +549,14 @@ class TestAutocast:
         assert relative(got.output, plain.output.double()) > 1e-4
         assert_no_worse(got, stock, expected, floor=BF16 / 2)
 
+    def test_float64_stays_float64(self, backend: Callable[..., Tensor], way: str) -> None:
+        """As in torch's own products under autocast."""
+        experts, inputs = Experts(**LAYOUTS[way]).double(), make_inputs()
+        inputs = Inputs(inputs.hidden.double(), inputs.ids, inputs.shares.double())
+        with torch.autocast("cpu", torch.bfloat16):
+            got = run(backend, experts, inputs)
+        assert_close(got, exact(experts, inputs), 1e-13)
+
     def test_switched_off_inside(self, backend: Callable[..., Tensor], way: str) -> None:
         experts, inputs = Experts(**LAYOUTS[way]), make_inputs()
         with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
@@ -596,6 +604,17 @@ class TestLora:
         wide = Inputs(inputs.hidden.double(), inputs.ids, inputs.shares.double())
         expected = run(within(dense), wrapped.double(), wide)
         assert_close(got, expected, 1e-6)
+
+
+def test_a_gate_in_float32(backend: Callable[..., Tensor]) -> None:
+    """beam's experts compute theirs so; one that does not round its result is rounded."""
+    rounds = Experts(gate=lambda g, u: softcapped(g.float(), u.float()).bfloat16()).bfloat16()
+    leaves = Experts(gate=lambda g, u: softcapped(g.float(), u.float())).bfloat16()
+    inputs = make_inputs()
+    inputs = inputs._replace(hidden=inputs.hidden.bfloat16())
+    expected, got = run(backend, rounds, inputs), run(backend, leaves, inputs)
+    assert torch.equal(got.output, expected.output)
+    assert all(torch.equal(got.gradients[name], g) for name, g in expected.gradients.items())
 
 
 def test_torch_mm_recognises_a_gate_again_when_it_changes() -> None:

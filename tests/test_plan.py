@@ -378,6 +378,14 @@ class TestVerify:
         Undamaged(bare, None).fails(dataclasses.replace(EVERYTHING, loss=None), match, planned=True, works=False)
 
 
+def test_applying_twice_does_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = set_moe_backend(zoo.build("qwen3_moe"), EVERYTHING)
+    before = state(plan.model)
+    monkeypatch.setattr(edits.SetExperts, "apply", raising(ValueError("again")))
+    plan.apply()
+    assert changes(plan.model, before) == []
+
+
 class TestLater:
     """An edit fails after those of other kinds were made."""
 
@@ -456,6 +464,29 @@ class TestConfigCopies:
                 set_moe_backend(model, EVERYTHING)
         assert {name: vars(module) for name, module in model.named_modules()} == before
         assert get_moe_backend(model) == BackendConfig()
+
+    def test_configs_that_are_one_stay_one(self) -> None:
+        """A wrapper's `text_config` is its language model's `config`: what is set on one is read from the other."""
+        model = zoo.build("qwen3_moe")
+        text = model.config.text_config = type(model.config)()
+        model.model.layers[0].config = text
+        set_moe_backend(model, BackendConfig(experts="torch_mm"))
+        assert model.config.text_config is not text
+        assert model.model.layers[0].config is model.config.text_config
+        assert model.model.config is model.config
+        reset_moe_backend(model)
+        assert model.model.layers[0].config is model.config.text_config is text
+
+    def test_only_what_attends_is_told_of_an_attention(self) -> None:
+        """Experts are another matter: `generate` hands their implementation from config to config."""
+        model = zoo.build("qwen3_moe")
+        inner = model.config.inner = type(model.config)()
+        inner._attn_implementation = "eager"
+        set_moe_backend(model, BackendConfig(attn="toy", experts="toy"))
+        assert model.config._attn_implementation == "toy"
+        assert model.config.inner is not inner
+        assert model.config.inner._attn_implementation == "eager"
+        assert model.config.inner._experts_implementation == "toy"
 
     def test_nothing_is_written_to_a_config_that_others_have(self) -> None:
         shared = zoo.config("qwen3_moe")

@@ -31,10 +31,10 @@ def read_weights(experts: nn.Module) -> Weights:
 
 
 def activate(experts: nn.Module, pre: Tensor) -> Tensor:
-    """The module's own gate or activation: pre-activation (R, N) -> (R, I)."""
+    """The module's own gate or activation: pre-activation (R, N) -> (R, I), in the same dtype."""
     module: Any = experts
     out: Tensor = module._apply_gate(pre) if module.has_gate else module.act_fn(pre)
-    return out
+    return out.to(pre.dtype)  # some compute in float32
 
 
 def finish(experts: nn.Module, rows: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def _composed(experts: nn.Module, x: Tensor, ids: Tensor, shares: Tensor, weight
     up, up_bias, down, down_bias, transposed = weights
     routing = route(ids, up.shape[0])
     rows = expert_linear(x, ids, up, up_bias, *routing, transposed, gathers=True)
-    rows = activate(experts, rows).to(down.dtype)
+    rows = activate(experts, rows)
     rows = expert_linear(rows, ids, down, down_bias, *routing, transposed, gathers=False)
     out: Tensor = combine(finish(experts, rows), ids, shares, *routing)
     return out
