@@ -220,6 +220,20 @@ class TestAttention:
             assert len(sites) == 2
             assert [("softcap" in s.demand.features) for s in sites] == [softcap is not None] * 2
 
+    @pytest.mark.parametrize("is_sliding", [True, False])
+    def test_a_sliding_window_on_a_condition(self, is_sliding: bool) -> None:
+        class Attention(nn.Module):
+            sliding_window = 16
+
+            def forward(self, q: Any, k: Any, v: Any) -> Any:
+                attend = ALL_ATTENTION_FUNCTIONS.get_interface("eager", None)
+                return attend(self, q, k, v, sliding_window=self.sliding_window if self.is_sliding else None)
+
+        module = Attention()
+        module.is_sliding = is_sliding  # type: ignore[assignment]
+        (site,) = survey(module)["attn"]
+        assert ("sliding_window" in site.demand.features) == is_sliding
+
     def test_a_source_that_cannot_be_read_demands_the_most(self) -> None:
         class Attention(nn.Module):
             is_causal = True
