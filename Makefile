@@ -12,30 +12,34 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready lint
 	$(BIN)/python -m pytest
+	cd conformance && ../$(BIN)/python -m pytest
 
-# The core on the oldest supported Transformers.
+# On the oldest supported Transformers.
 test-oldest: $(OLDEST_VENV)/ready
 	$(OLDEST_VENV)/bin/python -m pytest
+	cd conformance && ../$(OLDEST_VENV)/bin/python -m pytest
 
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -m slow
+	cd conformance && ../$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	cd conformance && ../$(BIN)/mypy
 
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/ready: pyproject.toml conformance/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --editable conformance --group dev
 	touch $@
 
-$(OLDEST_VENV)/ready: pyproject.toml constraints-oldest.txt
+$(OLDEST_VENV)/ready: pyproject.toml conformance/pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(OLDEST_VENV)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable . --group test
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable . --editable conformance --group test
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST_VENV) build dist *.egg-info conformance/build conformance/*.egg-info
