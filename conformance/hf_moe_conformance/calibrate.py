@@ -59,8 +59,9 @@ def table(scores: Scores) -> str:
             f"| {_at(gains, 0.99)}, {_at(gains, 1)} | {outside} |"
         )
     lines.append(
-        f"\nLimits: rms error {measures.ERROR:g}, worst row {measures.WORST_ROW:g}, "
-        f"gain max({measures.GAIN_EPS:g} eps, {measures.GAIN_SIGMAS:g} relative rms error / sqrt(rows))."
+        f"\nLimits: rms error {measures.ERROR:g}, worst row {measures.WORST_ROW:g}, both times "
+        f"{measures.FLOAT32_SLACK:g} in float32; gain max({measures.GAIN_EPS:g} eps, {measures.GAIN_LEAST:g}, "
+        f"{measures.GAIN_SIGMAS:g} relative rms error / sqrt(rows))."
     )
     return "\n".join(lines)
 

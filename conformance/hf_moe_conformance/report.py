@@ -76,7 +76,9 @@ class Report:
             limits={
                 "error": measures.ERROR,
                 "worst_row": measures.WORST_ROW,
+                "float32_slack": measures.FLOAT32_SLACK,
                 "gain_eps": measures.GAIN_EPS,
+                "gain_least": measures.GAIN_LEAST,
                 "gain_sigmas": measures.GAIN_SIGMAS,
             },
             results=tuple(results),

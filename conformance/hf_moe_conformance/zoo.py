@@ -316,7 +316,8 @@ def sample_inputs(model: Any, batch: int = 2, length: int = 12, seed: int = 0) -
     vocabulary = min(getattr(text_config, "vocab_size", None) or VOCABULARY, VOCABULARY)
     ids = torch.randint(3, vocabulary, (batch, length), generator=generator)
     if type(model).__name__ == "Qwen3OmniMoeTalkerModel":
-        return {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
+        embedding = model.get_input_embeddings()
+        return {"inputs_embeds": embedding(ids.to(embedding.weight.device)).detach()}
     return {"input_ids": ids}
 
 

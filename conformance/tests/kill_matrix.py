@@ -13,7 +13,8 @@ BEGIN, END = "<!-- kill matrix: begin -->", "<!-- kill matrix: end -->"
 def render() -> str:
     lines = ["| wrong backend | its bug | must fail |", "|---|---|---|"]
     for m in MUTANTS:
-        lines.append(f"| `{m.full_name}` | {m.bug} | {', '.join(f'`{cell}`' for cell in m.kills)} |")
+        cells = [f"`{cell}`" for cell in m.kills] + [f"`{cell}` (on a GPU)" for cell in m.on_gpu]
+        lines.append(f"| `{m.full_name}` | {m.bug} | {', '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -31,6 +31,8 @@ class Mutant:
     kills: tuple[str, ...]
     """The cells that must fail."""
     bug: str
+    on_gpu: tuple[str, ...] = ()
+    """Those that mean something on a GPU only."""
 
     @property
     def full_name(self) -> str:
@@ -47,11 +49,11 @@ BROKEN_PROCESS = {
 """Experts backends that end or block the process. `test_worker.py` runs them in one of their own."""
 
 
-def mutant(kind: str, *kills: str) -> Callable[[Any], Any]:
+def mutant(kind: str, *kills: str, on_gpu: tuple[str, ...] = ()) -> Callable[[Any], Any]:
     def declare(target: Any) -> Any:
         bug = (target.__doc__ or "").strip().rstrip(".")
         assert bug and kills, target
-        MUTANTS.append(Mutant(kind, target.__name__, kills, bug))
+        MUTANTS.append(Mutant(kind, target.__name__, kills, bug, on_gpu))
         return target
 
     return declare
@@ -494,7 +496,11 @@ def gradients_overwritten(experts: Any, x: Tensor, ids: Tensor, shares: Tensor) 
     return right_experts(experts, x, ids, shares)
 
 
-@mutant("experts", "mode/compile[float32-default]")
+@mutant(
+    "experts",
+    "mode/compile[float32-default]",
+    on_gpu=("mode/cuda_graph[float32-default]", "mode/cuda_graph_backward[float32-default]"),
+)
 def graph_break(experts: Any, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
     """The host asks the device how many pairs there are."""
     if int((ids >= 0).sum()) < 0:

@@ -6,6 +6,7 @@ from functools import cache
 
 import kill_matrix
 import pytest
+import torch
 import torch.nn.functional as F
 from hf_moe_conformance.check import Cell, check
 from hf_moe_conformance.runner import InProcess, cells_of
@@ -20,8 +21,8 @@ def _torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "cross_entropy", F.cross_entropy)  # one mutant replaces it
 
 
-def subject(kind: str, name: str) -> Subject:
-    return Subject.find(kind, name)  # type: ignore[arg-type]
+def subject(kind: str, name: str, device: str = "cpu") -> Subject:
+    return Subject.find(kind, name, device=device)  # type: ignore[arg-type]
 
 
 @cache
@@ -31,16 +32,28 @@ def cells(kind: str) -> dict[str, Cell]:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.full_name)
 def test_a_wrong_backend_is_caught(mutant: Mutant) -> None:
-    here = InProcess(subject(mutant.kind, mutant.name))
-    survived = []
-    for name in mutant.kills:
+    assert survived(mutant, mutant.kills, "cpu") == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.on_gpu], ids=lambda m: m.full_name)
+def test_a_wrong_backend_is_caught_on_a_gpu(mutant: Mutant) -> None:
+    assert survived(mutant, mutant.on_gpu, "cuda") == []
+
+
+def survived(mutant: Mutant, kills: tuple[str, ...], device: str) -> list[str]:
+    """What should have failed and did not."""
+    here = InProcess(subject(mutant.kind, mutant.name, device))
+    found = []
+    for name in kills:
         cell = cells(mutant.kind)[name]
         if cell.variant.layout.missing:
             continue
         result = here.run(cell)
         if result.status not in ("fail", "error"):
-            survived.append(f"{name}: {result.status} {result.message} {result.measures}")
-    assert not survived
+            found.append(f"{name}: {result.status} {result.message} {result.measures}")
+    return found
 
 
 @pytest.mark.parametrize("kind", ["experts", "attn", "linear", "norm", "loss"])
@@ -54,14 +67,13 @@ def test_the_same_without_its_bug_passes(kind: str) -> None:
 
 
 def test_every_check_catches_one() -> None:
-    killing = {(m.kind, name.split("[")[0]) for m in MUTANTS for name in m.kills}
+    killing = {(m.kind, name.split("[")[0]) for m in MUTANTS for name in m.kills + m.on_gpu}
     cells("experts")  # declares the checks
-    needed = {(c.kind, c.name) for c in check.checks if c.device != "cuda"}  # a graph capture needs a device
-    assert needed - killing == set()
+    assert {(c.kind, c.name) for c in check.checks} - killing == set()
 
 
 def test_kills_name_cells() -> None:
-    unknown = [(m.full_name, name) for m in MUTANTS for name in m.kills if name not in cells(m.kind)]
+    unknown = [(m.full_name, name) for m in MUTANTS for name in m.kills + m.on_gpu if name not in cells(m.kind)]
     assert not unknown
 
 

@@ -22,7 +22,17 @@ SUBJECT = Subject.find("experts", "loop", seed=7)
 
 def result(status: Status = "pass", error: float = 1.25, layout: str = "default", dtype: str = "float32") -> Result:
     found = Measure(
-        tensor="y", case="a", error=error, gain=0.0, gain_limit=1.0, worst_row=1.0, rms=1e-7, eager_rms=1e-7, elements=9
+        tensor="y",
+        case="a",
+        error=error,
+        error_limit=3.0,
+        gain=0.0,
+        gain_limit=1.0,
+        worst_row=1.0,
+        worst_row_limit=5.0,
+        rms=1e-7,
+        eager_rms=1e-7,
+        elements=9,
     )
     return Result(
         cell=f"forward[{dtype}-{layout}]",

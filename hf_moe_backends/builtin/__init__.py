@@ -88,6 +88,10 @@ _FLASH = Capabilities(
     features=frozenset(FEATURES["attn"]),  # of sinks and the like, Transformers' own check has the last word
 )
 _STOCK_CAPABILITIES: dict[tuple[Kind, str], Capabilities] = {
+    # torch's function has no place for either, and the families that have them refuse it
+    ("attn", "sdpa"): Capabilities(
+        devices=_EVERYWHERE, dtypes=_FLOATS, features=frozenset(FEATURES["attn"]) - {"sinks", "softcap"}
+    ),
     ("attn", "flash_attention_2"): _FLASH,
     ("attn", "flash_attention_3"): _FLASH,
     ("attn", "flash_attention_4"): _FLASH,
@@ -113,7 +117,10 @@ def _stock(kind: Kind, name: str) -> BackendSpec:
     """A pass-through of Transformers' own code: the plan writes the name where Transformers reads it."""
     required = _STOCK_REQUIRES.get((kind, name))
     everything = Capabilities(
-        devices=_EVERYWHERE, dtypes=_FLOATS, features=frozenset(FEATURES[kind]), host_sync=name == "eager"
+        devices=_EVERYWHERE,
+        dtypes=_FLOATS,
+        features=frozenset(FEATURES[kind]) - {"negative_ids"},
+        host_sync=name == "eager",
     )
     return BackendSpec(
         kind=kind,

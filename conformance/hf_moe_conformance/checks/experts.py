@@ -427,31 +427,67 @@ def compiled(bench: ExpertsBench) -> None:
     bench.judge(bench.compare(name, "compiled", found) for name in ("y", *bench.names))
 
 
-@experts_check("mode/cuda_graph", needs={"no_host_sync"}, device="cuda", layouts=TYPICAL)
-def cuda_graph(bench: ExpertsBench) -> None:
-    """Captured once and replayed on other inputs of the same shape."""
-    module, inputs = bench.backed(UNIFORM, 0), bench.inputs(UNIFORM, 0)
-    x, ids, shares = (t.cuda() for t in (inputs.x, inputs.ids, inputs.shares))
-    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.no_grad(), torch.cuda.stream(stream):
-        for _ in range(3):
-            module(x, ids, shares)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        y = module(x, ids, shares)
+class Captured:
+    """A call in a CUDA graph, replayed on other inputs of the same shape."""
+
+    def __init__(self, inputs: ExpertsInputs, call: Callable[[Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]):
+        self.static = [t.cuda() for t in (inputs.x, inputs.ids, inputs.shares, inputs.cotangent)]
+        stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call(*self.static)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.out = call(*self.static)
+
+    def __call__(self, inputs: ExpertsInputs) -> dict[str, Tensor]:
+        for static, new in zip(self.static, (inputs.x, inputs.ids, inputs.shares, inputs.cotangent), strict=True):
+            static.copy_(new)
+        self.graph.replay()
+        return {name: t.clone() for name, t in self.out.items()}
+
+
+def replayed(bench: ExpertsBench, run: Captured, *, backward: bool) -> list[Outcome]:
     found = []
     for seed in range(SEEDS):
         drawn = bench.inputs(UNIFORM, 0)
         order = torch.randperm(len(drawn.x), generator=bench.generator("graph", seed))
         drawn = replace(drawn, x=drawn.x[order], ids=drawn.ids.flip(0), shares=drawn.shares[order])
-        for static, new in ((x, drawn.x), (ids, drawn.ids), (shares, drawn.shares)):
-            static.copy_(new)
-        graph.replay()
-        outcome = bench.outcome(UNIFORM, 0, drawn, bench.stock(UNIFORM, 0), backward=False)
-        found.append(replace(outcome, got={"y": y.clone()}))
+        outcome = bench.outcome(UNIFORM, 0, drawn, bench.stock(UNIFORM, 0), backward=backward)
+        found.append(replace(outcome, got={**run(outcome.inputs)}))
+    return found
+
+
+@experts_check("mode/cuda_graph", needs={"no_host_sync"}, device="cuda", layouts=TYPICAL)
+def cuda_graph(bench: ExpertsBench) -> None:
+    """Captured once and replayed on other inputs of the same shape."""
+    module = bench.backed(UNIFORM, 0)
+
+    def call(x: Tensor, ids: Tensor, shares: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"y": module(x, ids, shares)}
+
+    found = replayed(bench, Captured(bench.inputs(UNIFORM, 0), call), backward=False)
     bench.judge([bench.compare("y", "CUDA graph", found)])
+
+
+@training_check("mode/cuda_graph_backward", needs={"no_host_sync"}, device="cuda", layouts=TYPICAL)
+def cuda_graph_backward(bench: ExpertsBench) -> None:
+    """Forward and backward captured as one graph."""
+    module = bench.backed(UNIFORM, 0, "training")
+    weights = weights_of(module)
+
+    def call(x: Tensor, ids: Tensor, shares: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
+        x, shares = x.detach().requires_grad_(), shares.detach().requires_grad_()
+        y = module(x, ids, shares)
+        gradients = torch.autograd.grad(y, (x, shares, *weights.values()), cotangent)
+        names = ("y", "dX", "d_router", *(GRADIENTS[role] for role in weights))
+        return dict(zip(names, (y.detach(), *gradients), strict=True))
+
+    found = replayed(bench, Captured(bench.inputs(UNIFORM, 0), call), backward=True)
+    bench.judge(bench.compare(name, "CUDA graph", found) for name in ("y", *bench.names))
 
 
 @training_check("mode/lora", needs={"parametrized"}, layouts=TYPICAL)

@@ -143,8 +143,10 @@ class ExpertsBench(Bench):
             call: in the place of calling the module: `call(module, x, ids, shares)`.
             like_eager: the same values as `inputs` in a form that stock eager takes.
         """
-        plain = without_sentinels(like_eager or inputs, case.experts)
         stock = self.stock(case, seed)
+        if backward and self.layout.kinked and self.dtype == torch.float32:
+            inputs = off_kinks(self.layout, stock, inputs)
+        plain = without_sentinels(like_eager or inputs, case.experts)
         if self.layout.float32_inside:
             eager = run_formula(self.layout, stock, plain, self.dtype, backward=backward)
         else:
@@ -239,6 +241,24 @@ def run_formula(
         found |= {"dX": x.grad, "d_router": shares.grad}
         found |= {GRADIENTS[role]: weight.grad for role, weight in weights.items()}
     return found
+
+
+def off_kinks(layout: ExpertsLayout, stock: nn.Module, inputs: ExpertsInputs) -> ExpertsInputs:
+    """The same without the cotangents of tokens whose gradient jumps within rounding of where they are.
+
+    Which side of a clamp's limit such a token falls on, the last bit decides. In 16 bits eager's own error is full of
+    these jumps; in float32 it has one in some draws, and a backend that rounds otherwise has another.
+    """
+    if not inputs.cotangent.is_contiguous():
+        return inputs  # its strides are what is tested
+    moved = [
+        run_reference(layout, stock, replace(inputs, x=inputs.x.double() * (1 + step)), backward=True)["dX"]
+        for step in (-1e-5, 1e-5)
+    ]
+    assert moved[0] is not None and moved[1] is not None
+    # where nothing jumps, a step of 1e-5 moves the gradient by about as much
+    jump = (moved[0] - moved[1]).norm(dim=-1) > 1e-3 * moved[0].norm(dim=-1)
+    return replace(inputs, cotangent=inputs.cotangent.masked_fill(jump[:, None], 0))
 
 
 def without_sentinels(inputs: ExpertsInputs, experts: int) -> ExpertsInputs:

@@ -26,8 +26,8 @@ from hf_moe_conformance.subject import Subject
 LOGITS, GRADIENTS = 1e-5, 1e-4
 """Limits of the relative error of the logits and of each parameter's gradient."""
 
-ILL_CONDITIONED = {"hc_scale": 5e-4}
-"""Gradients with limits of their own: this scalar's sums terms that cancel to a hundredth of what they are."""
+ILL_CONDITIONED = {"hc_scale": 5e-4, "hc_base": 5e-4}
+"""Gradients with limits of their own: these sum terms that cancel to a hundredth of what they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +104,11 @@ def compare(tensor: str, case: str, got: Tensor, expected: Tensor, limit: float)
         tensor=tensor,
         case=case,
         error=relative / unit,
+        error_limit=ERROR,
         gain=0.0,
         gain_limit=0.0,
         worst_row=0.0,
+        worst_row_limit=0.0,
         rms=relative,
         eager_rms=unit,
         elements=got.numel(),
