@@ -7,12 +7,17 @@ Not collected by itself: `test_interpreter.py` runs it where there is no GPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from hf_moe_backends.bench import layer as bench
+from hf_moe_backends.builtin.experts.torch_mm import torch_mm
 from hf_moe_backends.kernels import decode, gates, grouped, layer, routing, rows
 from hf_moe_backends.recognise import Gate
 
@@ -84,7 +89,7 @@ def test_sort(tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> None
 def test_rows(dtype: torch.dtype, hidden: int) -> None:
     p = problem(dtype, hidden=hidden)
     bias = torch.randn(6, hidden, dtype=dtype, device=DEVICE)
-    with torch_twins():
+    with on_triton(False):
         gathered, product = rows.gather(p.x, p.sorted, 3, p.ids, bias)
         back = rows.weighted_sum_backward(p.x, gathered, p.sorted, p.weights)
     got, got_product = rows._gather_triton(p.x, p.sorted, 3, p.ids, bias)
@@ -96,7 +101,7 @@ def test_rows(dtype: torch.dtype, hidden: int) -> None:
     poisoned[p.used :] = torch.nan  # rows of nobody are never read
     for weights, own_bias, weigh_rows in ((None, None, False), (p.weights, bias, False), (p.weights, None, True)):
         arguments: dict[str, Any] = {"weights": weights, "bias": own_bias, "weigh_rows": weigh_rows}
-        with torch_twins():
+        with on_triton(False):
             expected = rows.weighted_sum(poisoned, p.sorted, p.ids, **arguments)
         assert_close(rows._weighted_sum_triton(poisoned, p.sorted, p.ids, weights, own_bias, weigh_rows), expected)
     got_back = rows._weighted_sum_backward_triton(p.x, poisoned, p.sorted, p.weights)
@@ -120,7 +125,7 @@ def test_gates(gate: Gate, dtype: torch.dtype) -> None:
     for interleaved in (False, True) if known.gated else (False,):
         for own_bias, own_extra in ((None, None), (bias, extra)):
             about = gates.Rows(p.sorted, p.ids, p.weights, own_bias)
-            with torch_twins():
+            with on_triton(False):
                 expected = gates.activate(pre, about, known, interleaved)
                 expected_back = gates.activate_backward(grad, own_extra, pre, about, known, interleaved)
             got = gates._activate_triton(pre, about, known, interleaved)
@@ -150,7 +155,7 @@ def test_a_gate_s_derivatives_are_autograd_s(gate: Gate) -> None:
 @pytest.mark.parametrize(("hidden", "width"), [(24, 40), (7, 11)])
 def test_grouped_products(dtype: torch.dtype, hidden: int, width: int) -> None:
     p = problem(dtype, hidden=hidden, tokens=90)
-    with torch_twins():
+    with on_triton(False):
         gathered = rows.gather(p.x, p.sorted, 3)[0]
     stored = torch.randn(6, width, hidden, dtype=dtype, device=DEVICE)
     exact = gathered.double()
@@ -162,7 +167,7 @@ def test_grouped_products(dtype: torch.dtype, hidden: int, width: int) -> None:
             expected[start:end] = exact[start:end] @ matrices[expert].double()
             start = end
         assert_close(got[: p.used], expected[: p.used].to(dtype))
-        with torch_twins():
+        with on_triton(False):
             assert_close(grouped.rows_times_experts(gathered, matrices, p.sorted.offsets)[: p.used], got[: p.used])
     other = torch.randn(gathered.shape[0], width, dtype=dtype, device=DEVICE)
     outer = grouped._experts_outer_triton(gathered, other, p.sorted.offsets)
@@ -176,7 +181,7 @@ def test_grouped_products(dtype: torch.dtype, hidden: int, width: int) -> None:
         assert_close(of_tokens[expert], (exact[start:end] * share[start:end]).sum(0).to(sums.dtype))
         start = end
     assert (outer[2] == 0).all() and (sums[2] == 0).all(), "an expert without rows"
-    with torch_twins():
+    with on_triton(False):
         assert_close(grouped.experts_outer(gathered, other, p.sorted.offsets), outer)
         assert_close(grouped.expert_sums(other, p.sorted.offsets), sums)
         assert_close(grouped.expert_sums(p.x, p.sorted.offsets, of_tokens=(p.sorted, p.weights)), of_tokens)
@@ -197,7 +202,7 @@ def test_decode_is_the_layer(gate: Gate, dtype: torch.dtype) -> None:
     down_bias = torch.randn(6, 24, dtype=dtype, device=DEVICE)
     for interleaved in (False, True) if known.gated else (False,):
         for biases in ((None, None), (up_bias, down_bias)):
-            with torch_twins():
+            with on_triton(False):
                 expected = layer.experts_layer(
                     p.x, p.ids, p.weights, up, biases[0], down, biases[1], False, interleaved, gate.formula,
                     0.0 if gate.limit == float("inf") else gate.limit, gate.alpha,
@@ -207,13 +212,31 @@ def test_decode_is_the_layer(gate: Gate, dtype: torch.dtype) -> None:
             assert_close(got / 2, expected / 2)
 
 
-class torch_twins:  # noqa: N801 - reads as a function
-    """Within: the public functions take their torch twins, on a GPU too."""
+@pytest.mark.parametrize("tokens", [5, 40], ids=["decode", "layer"])
+@pytest.mark.parametrize("geometry", ["qwen3-30b-a3b", "gpt-oss-20b"])
+def test_strides_change_nothing(geometry: str, tokens: int) -> None:
+    sizes = {"hidden": 24, "intermediate": 12, "count": 6, "top_k": 3}
+    experts = bench._build(replace(bench.GEOMETRIES[geometry], **sizes), DEVICE, torch.float32)
+    torch.manual_seed(0)
+    for parameter in experts.parameters():
+        parameter.data.normal_()
+    p = problem(torch.float32, tokens)
+    with on_triton(True), torch.no_grad():
+        expected = torch_mm(experts, p.x, p.ids, p.weights)
+        for parameter in experts.parameters():
+            parameter.data = strided(parameter.data)
+        assert_close(torch_mm(experts, strided(p.x), strided(p.ids), strided(p.weights)), expected)
 
-    def __enter__(self) -> None:
-        self.patch = pytest.MonkeyPatch()
-        for module in (gates, grouped, rows, routing):
-            self.patch.setattr(module, "use_triton", lambda tensor: False)
 
-    def __exit__(self, *_: object) -> None:
-        self.patch.undo()
+def strided(tensor: Tensor) -> Tensor:
+    """The same values, column by column."""
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+@contextmanager
+def on_triton(yes: bool) -> Iterator[None]:
+    """Within: the public functions take the Triton kernels, or their torch twins, whatever the device."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (decode, gates, grouped, rows, routing):
+            patch.setattr(module, "use_triton", lambda tensor: yes)
+        yield

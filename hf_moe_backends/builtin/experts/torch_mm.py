@@ -31,6 +31,10 @@ def torch_mm(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top
     """
     weights = _in_compute_dtype(read_weights(experts), hidden_states.device.type)
     x = hidden_states.to(weights.up.dtype)
+    # kernels step through all but the matrices as if they were contiguous
+    top_k_index, top_k_weights = top_k_index.contiguous(), top_k_weights.contiguous()
+    if weights.up_bias is not None and weights.down_bias is not None:
+        weights = weights._replace(up_bias=weights.up_bias.contiguous(), down_bias=weights.down_bias.contiguous())
     gate = _gate(experts)
     if gate.formula == "custom" or getattr(experts, "has_post_expert_norm", False):
         out = _composed(experts, x, top_k_index, top_k_weights, weights)
