@@ -254,7 +254,10 @@ def duplicates(tokens: int, experts: int, k: int, generator: torch.Generator) ->
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsCase:
-    """Sizes and a routing. `tokens` is a range that an odd number is drawn from."""
+    """Sizes and a routing. `tokens` is a range that an odd number is drawn from.
+
+    Sizes are rounded up to multiples of 16 and of the backend's alignment, unless they are to be `odd`.
+    """
 
     name: str
     routing: Routing
@@ -263,6 +266,7 @@ class ExpertsCase:
     experts: int = 8
     hidden: int = 64
     intermediate: int = 32
+    odd: bool = False
 
 
 SMALL, FEW, LARGE = (17, 95), (1, 3), (1025, 2047)
@@ -277,6 +281,7 @@ CASES = (
     ExpertsCase(name="few tokens", routing=uniform, tokens=FEW),
     ExpertsCase(name="large", routing=zipf, tokens=LARGE, top_k=4, experts=16, hidden=128, intermediate=64),
 )
+ODD_SIZES = ExpertsCase(name="odd sizes", routing=uniform, tokens=SMALL, hidden=37, intermediate=19, odd=True)
 UNIFORM = CASES[0]
 FEW_EXPERTS = CASES[4]
 

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -432,6 +433,16 @@ def cotangent_strides_ignored(experts: Any, x: Tensor, ids: Tensor, shares: Tens
     return _ContiguousCotangent.apply(right_experts(experts, x, ids, shares))  # type: ignore[no-any-return]
 
 
+@mutant("experts", "edge/odd_sizes[float32-default]", "edge/odd_sizes_backward[bfloat16-default]")
+def tail_dropped(experts: Any, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+    """What is beyond a multiple of 8 in the intermediate size is left out."""
+    down = experts.down_proj
+    if not experts.is_transposed:
+        inside = torch.arange(down.shape[2], device=x.device) < down.shape[2] // 8 * 8
+        down = down * inside.to(down.dtype)
+    return combine(dense(view(experts, down=down), x, ids), x, ids, shares, experts.num_experts)
+
+
 @mutant("experts", "edge/nan_row[float32-default]")
 def nan_spreads(experts: Any, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
     """Rows are masked by multiplying with zero, so that a NaN gets into all."""
@@ -572,8 +583,8 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
     return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), None
 
 
-def attention(function: Callable[..., Any]) -> AttentionBackend:
-    found = AttentionBackend(attention=function, mask="eager")
+def attention(function: Callable[..., Any], mask: Any = "eager") -> AttentionBackend:
+    found = AttentionBackend(attention=function, mask=mask)
     object.__setattr__(found, "__name__", function.__name__)
     object.__setattr__(found, "__doc__", function.__doc__)
     return found
@@ -619,6 +630,17 @@ def window_ignored(module: Any, query: Tensor, key: Tensor, value: Tensor, mask:
 def mask_ignored(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **how: Any) -> Any:
     """Attention is causal, and the mask is not looked at."""
     return attend(module, query, key, value, _causal(query, key), **how)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@mutant("attn", "padding/left[float32-gqa]", "packed[float32-gqa]")
+@partial(attention, mask=_no_mask)
+def mask_unregistered(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **how: Any) -> Any:
+    """It is handed no mask, which Transformers does in silence under a name without a mask function."""
+    return attend(module, query, key, value, _causal(query, key) if mask is None else mask, **how)
 
 
 @mutant("attn", "padding/right[float32-bidirectional]", "padding/left[bfloat16-bidirectional]")

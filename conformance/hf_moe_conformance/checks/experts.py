@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_moe_backends import reset_moe_backend
+from hf_moe_backends import BackendUnavailable, PlanError, reset_moe_backend
 from hf_moe_conformance import reference
 from hf_moe_conformance.cases import (
     CASES,
     FEW_EXPERTS,
     GRADIENTS,
+    ODD_SIZES,
     UNIFORM,
     ExpertsInputs,
     weights_of,
 )
-from hf_moe_conformance.check import check, require
+from hf_moe_conformance.check import Failure, NotApplicable, check, require
 from hf_moe_conformance.checks.experts_bench import (
     SEEDS,
     ExpertsBench,
@@ -228,6 +229,42 @@ def inputs_kept(bench: ExpertsBench) -> None:
         module(kept["x"], kept["ids"], kept["shares"])
     written = [name for name, t in kept.items() if not torch.equal(t, before[name])]
     require(not written, f"the call writes into {', '.join(written)}")
+
+
+def odd_outcomes(bench: ExpertsBench, *needs: str, backward: bool) -> list[Outcome]:
+    """Draws at sizes that are a multiple of nothing.
+
+    Raises:
+        NotApplicable: the backend declares that it needs aligned sizes, and refuses these.
+    """
+    if bench.subject.spec.capabilities.alignment > 1:
+        module = copy.deepcopy(bench.stock(ODD_SIZES, 0))
+        try:
+            bench.subject.apply(module)
+        except (BackendUnavailable, PlanError) as refusal:
+            raise NotApplicable(str(refusal)) from refusal
+        raise Failure(
+            [f"it declares that it needs aligned sizes, and took {ODD_SIZES.hidden} and {ODD_SIZES.intermediate}"]
+        )
+    return [
+        bench.outcome(
+            ODD_SIZES, seed, bench.inputs(ODD_SIZES, seed), bench.backed(ODD_SIZES, seed, *needs), backward=backward
+        )
+        for seed in range(SEEDS)
+    ]
+
+
+@experts_check("edge/odd_sizes")
+def odd_sizes(bench: ExpertsBench) -> None:
+    """Hidden and intermediate sizes that are a multiple of nothing: 37 and 19."""
+    bench.judge([bench.compare("y", "odd sizes", odd_outcomes(bench, backward=False))])
+
+
+@training_check("edge/odd_sizes_backward")
+def odd_sizes_backward(bench: ExpertsBench) -> None:
+    """The gradients at these sizes."""
+    found = odd_outcomes(bench, "training", backward=True)
+    bench.judge(bench.compare(name, "odd sizes", found) for name in bench.names)
 
 
 # Sentinels: pairs of other ranks under expert parallelism, id E and weight 0.
