@@ -197,7 +197,7 @@ def experts_layouts() -> tuple[ExpertsLayout, ...]:
             ),
             since="5.24",
         ),
-        layout("fp32_gate", "beam", "BeamExperts", "custom", silu, since="5.24"),
+        layout("fp32_gate", "beam", "BeamExperts", "swiglu", silu, since="5.24"),
     )
 
 

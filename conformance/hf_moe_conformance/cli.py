@@ -21,6 +21,9 @@ from hf_moe_conformance.runner import cells_of
 from hf_moe_conformance.runner import run as run_cells
 from hf_moe_conformance.subject import DEFAULT_DTYPES, Subject
 
+LINES = 6
+"""Of a failure's message that are shown while the run goes on."""
+
 FAILED, UNUSABLE = 1, 2
 """Exit codes: a cell failed; the run could not be made as it was asked for."""
 
@@ -146,9 +149,18 @@ class _Progress:
         self.done += 1
         if result.status in BAD:
             colour = matrices.COLOURS[result.status][0]
-            self.console.print(f"[{colour}]{result.status.upper()}[/] {result.cell}\n{result.message}", markup=True)
+            self.console.print(result.status.upper(), style=colour, end=" ")
+            # cells have names in brackets, which rich would take for its own
+            self.console.print(f"{result.cell}\n{_shortened(result.message)}", markup=False)
         elif self.console.is_terminal:
             self.console.print(f"{self.done}/{self.total} {result.cell}", end="\r", markup=False)
+
+
+def _shortened(message: str) -> str:
+    """The first lines; the report has all."""
+    lines = message.splitlines()
+    more = len(lines) - LINES
+    return "\n".join(lines[:LINES] + ([f"... {more} lines more in the report (--report)"] if more > 0 else []))
 
 
 def _print(report: Report) -> None:
