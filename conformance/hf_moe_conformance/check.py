@@ -16,7 +16,7 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from hf_moe_backends import MoeBackendError
+from hf_moe_backends import BackendUnavailable, MoeBackendError, PlanError
 from hf_moe_backends.spec import Kind
 from hf_moe_conformance.measures import Measure
 from hf_moe_conformance.subject import Subject
@@ -36,12 +36,14 @@ class Layout:
         features: of `spec.FEATURES`, what a backend must claim to serve it.
         gate: the gate's formula, for experts backends that fuse gates.
         missing: why this Transformers cannot make it, or None.
+        ranks: how many processes it takes, each with a device of its own.
     """
 
     name: str
     features: frozenset[str] = frozenset()
     gate: str | None = None
     missing: str | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,18 @@ class Bench(ABC):
     def layouts(cls) -> Sequence[Layout]:
         """All that there are, those that this Transformers lacks included."""
 
-    @abstractmethod
     def candidate(self, needs: frozenset[str]) -> nn.Module:
         """A stock model that demands the variant and `needs` of a backend, for it to be refused."""
+        raise NotImplementedError  # by a bench whose models are in other processes: see `refusal`
+
+    def refusal(self, needs: frozenset[str]) -> str | None:
+        """What the backend says when it is set on a model that demands the variant and `needs`. None: it is set."""
+        model = self.candidate(needs)
+        try:
+            self.subject.apply(model)
+        except (BackendUnavailable, PlanError) as refusal:
+            return str(refusal)
+        return None
 
     def put_in_place(self, model: nn.Module) -> None:
         """Set the backend on a model that its claims cover.

@@ -90,6 +90,9 @@ def _unavailable(cell: Cell, subject: Subject) -> str | None:
         return f"means something on {cell.check.device} only, this run is on {subject.device}"
     if subject.device == "cuda" and not torch.cuda.is_available():
         return "this machine has no CUDA device"
+    ranks = cell.variant.layout.ranks
+    if subject.device == "cuda" and ranks > torch.cuda.device_count():
+        return f"takes {ranks} GPUs, this machine has {torch.cuda.device_count()}"
     return cell.variant.layout.missing
 
 
