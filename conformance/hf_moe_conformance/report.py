@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import platform
 from collections import Counter
@@ -104,9 +105,12 @@ class Report:
         return not ran or any(result.status in BAD for result in self.results)
 
     def save(self, path: Path) -> None:
+        """Write JSON, gzipped where the name ends in `.gz`."""
         values = asdict(self) | {"format": FORMAT, "results": [r.to_dict() for r in self.results]}
         # JSON has no infinity or NaN, and a wrong backend gives both
-        path.write_text(json.dumps(_named(values), indent=1, allow_nan=False) + "\n")
+        text = json.dumps(_named(values), indent=1, allow_nan=False) + "\n"
+        # no time stamp, so that the same report is the same file
+        path.write_bytes(gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode())
 
     @classmethod
     def load(cls, path: Path) -> Report:
@@ -116,8 +120,9 @@ class Report:
             ValueError: it is none, or one of another format.
         """
         try:
-            values = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            data = path.read_bytes()
+            values = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        except (OSError, EOFError, ValueError) as error:
             raise ValueError(f"{path} is no report: {error}") from error
         if not isinstance(values, Mapping) or values.get("format") != FORMAT:
             raise ValueError(f"{path} is no report of format {FORMAT}, which this version reads")

@@ -57,6 +57,9 @@ def test_a_report_comes_back_as_it_was(tmp_path: Path) -> None:
     assert repr(after) == repr(before)  # NaN is not equal to itself
     values = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)  # strict JSON
     assert values["seed"] == 7 and values["subject"]["name"] == "loop" and values["versions"]["contract"]
+    before.save(tmp_path / "r.json.gz")
+    assert repr(Report.load(tmp_path / "r.json.gz")) == repr(before)
+    assert (tmp_path / "r.json.gz").stat().st_size < (tmp_path / "r.json").stat().st_size
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}'])
@@ -64,6 +67,9 @@ def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.json").write_text(text)
     with pytest.raises(ValueError, match="is no report"):
         Report.load(tmp_path / "r.json")
+    (tmp_path / "r.json.gz").write_text(text)
+    with pytest.raises(ValueError, match="is no report"):
+        Report.load(tmp_path / "r.json.gz")
 
 
 @pytest.mark.parametrize(
