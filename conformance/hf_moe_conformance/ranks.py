@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import math
 import multiprocessing
 import os
@@ -204,24 +205,47 @@ def _rank(connection: Connection, rank: int, size: int, device: str, folder: str
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # so that a log ends with what ended the process
 
-    def join() -> None:
-        if device == "cuda":
-            torch.cuda.set_device(rank)
-        dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=size,
-            device_id=torch.device("cuda", rank) if device == "cuda" else None,
-        )
-
-    _report(connection, join, (), START_UP)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    _here.device, _here.folder = device, folder
+    _report(connection, rejoin, (), START_UP)
     while True:
         try:
             function, arguments = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)
         _report(connection, function, arguments, DEADLINE)
+
+
+@dataclass
+class _Here:
+    """What a rank knows of its world."""
+
+    device: str = ""
+    folder: str = ""
+    joined: int = 0  # process groups so far: each rendezvous needs a file of its own
+
+
+_here = _Here()
+
+
+def rejoin() -> None:
+    """End all process groups of this rank and join a new one with the others. Every rank must call it.
+
+    A sharded model makes a process group for each of its meshes, with threads and sockets that stay when it goes.
+    """
+    if dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
+    _here.joined += 1
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(
+        "nccl" if _here.device == "cuda" else "gloo",
+        init_method=f"file://{_here.folder}/store-{_here.joined}",
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        device_id=torch.device("cuda", rank) if _here.device == "cuda" else None,
+    )
 
 
 def _report(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], deadline: float) -> None:

@@ -19,6 +19,7 @@ from hf_moe_backends import BackendConfig, MoeBackendError, set_moe_backend
 from hf_moe_conformance import zoo
 from hf_moe_conformance.cases import ExpertsInputs
 from hf_moe_conformance.checks.experts_bench import Tensors, run_module
+from hf_moe_conformance.ranks import rejoin
 
 EXPERTS = "grouped_mm"
 """What the dispatchers dispatch to: Transformers' default, and the only one that is right under EP in all versions."""
@@ -58,6 +59,18 @@ class Refused:
     meant: bool
 
 
+@dataclass
+class _Loaded:
+    """The model of the scene before, which the next one often wants again."""
+
+    sharded: Sharded | None = None
+    model: Any = None
+    refusal: Refused | None = None
+
+
+_loaded = _Loaded()
+
+
 def load(sharded: Sharded) -> Any:
     """The sharded model on its stock dispatcher."""
     from transformers.distributed import DistributedConfig
@@ -88,10 +101,20 @@ def on_model(scene: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(scene)
     def run(sharded: Sharded, *arguments: Any) -> Any:
-        model = load(sharded)
-        return put_in_place(model, sharded) or scene(model, sharded, *arguments)
+        if _loaded.sharded != sharded:
+            forget()
+            _loaded.model = load(sharded)
+            _loaded.refusal = put_in_place(_loaded.model, sharded)
+            _loaded.sharded = sharded
+        return _loaded.refusal or scene(_loaded.model, sharded, *arguments)
 
     return run
+
+
+def forget() -> None:
+    """Drop the model and the process groups that it made."""
+    _loaded.sharded = _loaded.model = _loaded.refusal = None
+    rejoin()
 
 
 @on_model
@@ -163,6 +186,7 @@ def two_models(
     one: Sharded, other: Sharded, inputs: ExpertsInputs, other_inputs: ExpertsInputs
 ) -> Refused | tuple[Tensors, Tensors]:
     """The other model runs between the forward and the backward of the first, as a teacher or a critic does."""
+    forget()
     found: list[Any] = [load(one), load(other)]
     for model, sharded in zip(found, (one, other), strict=True):
         refusal = put_in_place(model, sharded)
@@ -186,6 +210,7 @@ def whole_model(model: Any, sharded: Sharded, inputs: dict[str, Tensor], cotange
     if not sharded.training:
         with torch.no_grad():
             return {"y": _on_cpu(zoo.output(model, inputs))}
+    model.zero_grad(set_to_none=True)
     y = zoo.output(model, inputs)
     y.backward(cotangent.to(y))
     gradients = {name: p.grad for name, p in model.named_parameters()}
