@@ -26,7 +26,9 @@ def mutants_installed(tmp_path_factory: pytest.TempPathFactory) -> None:
     info = folder / "hf_moe_mutants-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hf-moe-mutants\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[hf_moe_backends]\nmutants = mutants\n")
+    (info / "entry_points.txt").write_text(
+        "[hf_moe_backends]\nmutants = mutants\ndispatcher_mutants = dispatcher_mutants\n"
+    )
     paths = [str(folder), str(TESTS)]
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])

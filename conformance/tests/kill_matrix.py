@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dispatcher_mutants import DISPATCHER_MUTANTS
 from mutants import MUTANTS
 
 README = Path(__file__).parents[1] / "README.md"
@@ -12,7 +13,7 @@ BEGIN, END = "<!-- kill matrix: begin -->", "<!-- kill matrix: end -->"
 
 def render() -> str:
     lines = ["| wrong backend | its bug | must fail |", "|---|---|---|"]
-    for m in MUTANTS:
+    for m in MUTANTS + DISPATCHER_MUTANTS:
         cells = [f"`{cell}`" for cell in m.kills] + [f"`{cell}` (on a GPU)" for cell in m.on_gpu]
         lines.append(f"| `{m.full_name}` | {m.bug} | {', '.join(cells)} |")
     return "\n".join(lines)

@@ -8,10 +8,13 @@ import kill_matrix
 import pytest
 import torch
 import torch.nn.functional as F
+from dispatcher_mutants import DISPATCHER_MUTANTS
 from hf_moe_conformance.check import Cell, check
 from hf_moe_conformance.runner import InProcess, cells_of
 from hf_moe_conformance.subject import Subject
 from mutants import MUTANTS, Mutant
+
+ALL = MUTANTS + DISPATCHER_MUTANTS  # `test_dispatcher.py` runs the latter
 
 pytestmark = pytest.mark.usefixtures("mutants_installed")
 
@@ -67,13 +70,13 @@ def test_the_same_without_its_bug_passes(kind: str) -> None:
 
 
 def test_every_check_catches_one() -> None:
-    killing = {(m.kind, name.split("[")[0]) for m in MUTANTS for name in m.kills + m.on_gpu}
+    killing = {(m.kind, name.split("[")[0]) for m in ALL for name in m.kills + m.on_gpu}
     cells("experts")  # declares the checks
     assert {(c.kind, c.name) for c in check.checks} - killing == set()
 
 
 def test_kills_name_cells() -> None:
-    unknown = [(m.full_name, name) for m in MUTANTS for name in m.kills + m.on_gpu if name not in cells(m.kind)]
+    unknown = [(m.full_name, name) for m in ALL for name in m.kills + m.on_gpu if name not in cells(m.kind)]
     assert not unknown
 
 

@@ -23,7 +23,7 @@ from hf_moe_conformance.checks.dispatcher_bench import (
     DispatcherBench,
     Draw,
 )
-from hf_moe_conformance.checks.experts_bench import SEEDS
+from hf_moe_conformance.checks.experts_bench import SEEDS, Tensors
 from hf_moe_conformance.checks.model import GRADIENTS as GRADIENT_LIMIT
 from hf_moe_conformance.checks.model import LOGITS as LOGITS_LIMIT
 from hf_moe_conformance.checks.model import compare as compare_models
@@ -40,6 +40,14 @@ groups."""
 def forward(bench: DispatcherBench) -> None:
     """The output on every rank, on every routing."""
     bench.judge(bench.compare("y", case.name, bench.case(case, backward=False)) for case in CASES)
+
+
+@dispatcher_check("edge/router_dtype")
+def router_dtype(bench: DispatcherBench) -> None:
+    """Router weights of another dtype than the tokens'; half of the families give float32 under bfloat16."""
+    other = torch.bfloat16 if bench.dtype == torch.float32 else torch.float32
+    draws = bench.draws([UNIFORM], how="forward", change=lambda inputs: replace(inputs, shares=inputs.shares.to(other)))
+    bench.judge([bench.compare("y", f"{other} shares", draws)])
 
 
 def _gradient(tensor: str, bench: DispatcherBench) -> None:
@@ -107,14 +115,6 @@ def one_rank(bench: DispatcherBench) -> None:
     _everything(bench, cases, bench.draws(cases))
 
 
-@dispatcher_check("edge/router_dtype")
-def router_dtype(bench: DispatcherBench) -> None:
-    """Router weights of another dtype than the tokens'; half of the families give float32 under bfloat16."""
-    other = torch.bfloat16 if bench.dtype == torch.float32 else torch.float32
-    draws = bench.draws([UNIFORM], how="forward", change=lambda inputs: replace(inputs, shares=inputs.shares.to(other)))
-    bench.judge([bench.compare("y", f"{other} shares", draws)])
-
-
 @training_check("edge/strided", layouts=TYPICAL)
 def strided(bench: DispatcherBench) -> None:
     """Inputs that are views with other strides, and a cotangent that is one number expanded, as a sum gives it."""
@@ -149,7 +149,9 @@ def two_models(bench: DispatcherBench) -> None:
     stocks = bench.stock, ranks.experts(bench.one_process(other))
     draws: list[list[Draw]] = [[], []]
     for seed in range(SEEDS):
-        inputs = [bench.inputs(UNIFORM, seed, stock) for stock in stocks]
+        # fewer tokens, more, and others: what one call leaves behind does for no other
+        other_case = (replace(UNIFORM, tokens=(8, 16)), replace(UNIFORM, tokens=(96, 128)), UNEVEN)[seed]
+        inputs = [bench.inputs(case, seed, stock) for case, stock in zip((UNIFORM, other_case), stocks, strict=True)]
         arguments = [
             (sharded, other, *(each[bench.batch_of(rank)] for each in inputs)) for rank in range(bench.layout.ranks)
         ]
@@ -166,7 +168,7 @@ def two_models(bench: DispatcherBench) -> None:
 # Whole models. Each rank has a batch of its own, longer from rank to rank.
 
 
-def _whole_models(bench: DispatcherBench, *, training: bool) -> tuple[list[ranks.Tensors], list[Tensor], ranks.Tensors]:
+def _whole_models(bench: DispatcherBench, *, training: bool) -> tuple[list[Tensors], list[Tensor], Tensors]:
     """What each rank has, the logits of each batch in one process, and there the gradients summed over the batches."""
     sharded = bench.sharded(training=training, name="whole", num_hidden_layers=2)
     stock = bench.one_process(sharded)
@@ -178,7 +180,7 @@ def _whole_models(bench: DispatcherBench, *, training: bool) -> tuple[list[ranks
             y = zoo.output(stock, on_device)
         cotangent = torch.randn(y.shape, generator=bench.generator("cotangent", batch))
         if training:
-            y.backward(cotangent.to(y))
+            torch.autograd.backward(y, cotangent.to(y))
         batches.append((inputs, cotangent))
         logits.append(y.detach().cpu())
     arguments = [(sharded, *batches[bench.batch_of(rank)]) for rank in range(bench.layout.ranks)]

@@ -7,7 +7,9 @@ one process, so that what is measured is the dispatcher and not what it dispatch
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -196,7 +198,8 @@ class DispatcherBench(Bench):
         super().__init__(subject, variant)
         assert isinstance(variant.layout, ParallelLayout)
         self.layout, self.dtype = variant.layout, variant.torch_dtype
-        self._folder = tempfile.TemporaryDirectory(prefix="hf-moe-checkpoint-")
+        self._folder = Path(tempfile.mkdtemp(prefix="hf-moe-checkpoint-"))
+        weakref.finalize(self, shutil.rmtree, self._folder)
         self._draws: dict[bool, dict[str, list[Draw]]] = {}
 
     @classmethod
@@ -204,12 +207,8 @@ class DispatcherBench(Bench):
         return parallel_layouts()
 
     def refusal(self, needs: frozenset[str]) -> str | None:
-        said = self.world.run(ranks.placed, self.on_each(self.sharded(training="training" in needs)))
-        refused = [one for one in said if isinstance(one, Refused)]
-        if not refused:
-            return None
-        require(len(refused) == len(said), f"refused on some ranks only: {refused[0].message}")
-        return refused[0].message
+        said = self.world.run(ranks.placed, self.on_each(self.sharded(training="training" in needs)))[0]
+        return said.message if isinstance(said, Refused) else None
 
     @property
     def world(self) -> World:
@@ -238,7 +237,7 @@ class DispatcherBench(Bench):
 
     def checkpoint(self, name: str, **sizes: Any) -> str:
         """A saved tiny model, made once."""
-        path = Path(self._folder.name) / name
+        path = self._folder / name
         if not path.exists():
             model = zoo.build(self.layout.family, **sizes)
             for index, module in enumerate(zoo.experts_modules(model)):
@@ -282,16 +281,15 @@ class DispatcherBench(Bench):
 
         Raises:
             NotApplicable: the dispatcher says no to this way of sharding.
-            Failure: it says so on some ranks only, or fails when it is set.
+            Failure: it says so on some ranks only, or its constructor fails.
         """
         found = self.world.run(function, arguments)
-        refused = [one for one in found if isinstance(one, Refused)]
-        if not refused:
+        refused = found[0]
+        if not isinstance(refused, Refused):
             return found
-        require(len(refused) == len(found), f"refused on some ranks only: {refused[0].message}")
-        if not refused[0].meant:
-            raise Failure([f"it cannot be set: {refused[0].message}"])
-        raise NotApplicable(refused[0].message)
+        if not refused.meant:
+            raise Failure([f"it cannot be set: {refused.message}"])
+        raise NotApplicable(refused.message)
 
     def on_each(self, *arguments: Any) -> list[tuple[Any, ...]]:
         return [arguments] * self.layout.ranks

@@ -87,13 +87,21 @@ def load(sharded: Sharded) -> Any:
 
 
 def put_in_place(model: nn.Module, sharded: Sharded) -> Refused | None:
+    """Set the dispatcher. Refused by one rank it is refused by all, or the others would wait for that one."""
+    refused = None
     try:
         set_moe_backend(model, BackendConfig.from_dict(sharded.backend))
     except MoeBackendError as refusal:
         cause = refusal.__cause__
         meant = cause is None or isinstance(cause, (MoeBackendError, ValueError, NotImplementedError))
-        return Refused(str(refusal), meant)
-    return None
+        refused = Refused(str(refusal), meant)
+    everybody: list[Refused | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, refused)
+    said = {rank: one for rank, one in enumerate(everybody) if one is not None}
+    if said and len(said) < len(everybody):
+        first = next(iter(said.values()))
+        return Refused(f"by rank {', '.join(map(str, said))} only: {first.message}", meant=False)
+    return refused
 
 
 def on_model(scene: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,7 +220,7 @@ def whole_model(model: Any, sharded: Sharded, inputs: dict[str, Tensor], cotange
             return {"y": _on_cpu(zoo.output(model, inputs))}
     model.zero_grad(set_to_none=True)
     y = zoo.output(model, inputs)
-    y.backward(cotangent.to(y))
+    torch.autograd.backward(y, cotangent.to(y))
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return {name: _on_cpu(t) for name, t in _whole({"y": y, **gradients}, sharded).items()}
 
@@ -231,7 +239,7 @@ def raising(model: Any, sharded: Sharded, inputs: ExpertsInputs, culprit: int, w
         def planted(*arguments: Any) -> Tensor:
             if when == "forward":
                 raise Planted(PLANTED)
-            y: Tensor = _RaisingBackward.apply(implementation(*arguments))
+            y: Tensor = _RaisingBackward.apply(implementation(*arguments))  # type: ignore[no-untyped-call]
             return y
 
         ALL_EXPERTS_FUNCTIONS.register("planted", planted)
