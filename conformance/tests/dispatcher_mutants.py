@@ -181,7 +181,7 @@ class float32_only(right_dispatcher):  # noqa: N801
     """Right, and claims float32 only."""
 
 
-@mutant("forward[float32-ep2]", "forward[bfloat16-ep2]", "forward[bfloat16-tp2_fsdp2_ep4]", "model/logits[float32-ep2]")
+@mutant("model/logits[float32-ep2]", "forward[float32-ep2]", "forward[bfloat16-ep2]", "forward[bfloat16-tp2_fsdp2_ep4]")
 class dispatched_scaled(right_dispatcher):  # noqa: N801
     """The output is 1% too large."""
 
@@ -197,7 +197,7 @@ class last_row_lost(right_dispatcher):  # noqa: N801
         return super().exchanged(x, ids, torch.cat([shares[:-1], torch.zeros_like(shares[-1:])]))
 
 
-@mutant("grad/d_router[float32-ep2]", "grad/d_router[bfloat16-tp2_ep2]", "model/gradients[float32-ep2]")
+@mutant("model/gradients[float32-ep2]", "grad/d_router[float32-ep2]", "grad/d_router[bfloat16-tp2_ep2]")
 class dispatch_detaches_router(right_dispatcher):  # noqa: N801
     """Router weights travel without their gradient."""
 
@@ -285,13 +285,22 @@ class equal_lengths(right_dispatcher):  # noqa: N801
         return max(1, tokens)
 
 
-@mutant("edge/empty_rank[float32-ep2]", "edge/no_tokens[float32-ep2]", "edge/no_tokens[float32-tp2_ep2]")
+@mutant("edge/no_tokens[float32-ep2]", "edge/no_tokens[float32-tp2_ep2]", "edge/empty_rank[float32-ep2]")
 class new_zeros_when_empty(right_dispatcher):  # noqa: N801
     """A rank without tokens returns new zeros, which autograd does not know, and the others wait in their backward."""
 
     def __call__(self, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         y = super().__call__(x, ids, shares)
         return y if len(x) else torch.zeros_like(x)
+
+
+@mutant("edge/empty_rank[float32-ep2]", "edge/empty_rank[bfloat16-fsdp4_ep2]", "edge/no_tokens[float32-ep2]")
+class asks_no_ids(right_dispatcher):  # noqa: N801
+    """The largest of this rank's ids is asked for, which no tokens do not have."""
+
+    def __call__(self, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+        assert int(ids.max()) < self.local * self.ep_mesh.size()
+        return super().__call__(x, ids, shares)
 
 
 @mutant("edge/one_rank[float32-ep2]", "edge/one_rank[float32-tp2_ep2]")

@@ -104,6 +104,11 @@ def test_a_wrong_dispatcher_is_caught(mutant: Mutant) -> None:
     assert survived(mutant, mutant.kills[:1], "cpu") == []
 
 
+def test_every_check_is_among_the_first_cells() -> None:
+    first = {m.kills[0].split("[")[0] for m in DISPATCHER_MUTANTS if m.name != HANGS}
+    assert {cell.check.name for cell in cells("dispatcher").values()} == first
+
+
 @needs_dispatchers
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", DISPATCHER_MUTANTS, ids=lambda m: m.name)
