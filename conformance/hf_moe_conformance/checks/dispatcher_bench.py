@@ -262,11 +262,11 @@ class DispatcherBench(Bench):
             training=training,
         )
 
-    def one_process(self, sharded: Sharded) -> Any:
-        """The same model in this process, on the same experts function."""
+    def one_process(self, sharded: Sharded, experts: str = ranks.EXPERTS) -> Any:
+        """The same model in this process, by default on the same experts function."""
         with _quiet():
             model: Any = getattr(transformers, sharded.model_class).from_pretrained(
-                sharded.path, dtype=sharded.dtype, experts_implementation=ranks.EXPERTS
+                sharded.path, dtype=sharded.dtype, experts_implementation=experts
             )
         return model.to(self.subject.device).train(sharded.training)
 
