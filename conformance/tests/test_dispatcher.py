@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +85,30 @@ def test_a_rank_that_does_not_return_ends_its_world(how: str, said: tuple[str, .
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert world("cpu", 2).alive
+
+
+PARENT = """
+import os
+from hf_moe_conformance.ranks import World
+if __name__ == "__main__":
+    here = World("cpu", 2)
+    print(*(process.pid for process in here._processes), flush=True)
+    os._exit(1)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_their_parent(tmp_path: Path) -> None:
+    """A worker that hangs is ended by its watchdog, which runs no `atexit`."""
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, timeout=120)
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert done.returncode == 1 and len(pids) == 2
+    end = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < end, "the ranks are still there"
+        time.sleep(0.2)
 
 
 # Dispatchers. The first cell of each is run always, the others by `-m slow`.
