@@ -14,10 +14,10 @@ test: $(VENV)/ready lint
 	$(BIN)/python -m pytest
 	cd conformance && ../$(BIN)/python -m pytest
 
-# On the oldest supported Transformers.
+# On the oldest supported Transformers. A kernel author's path, which installs everything anew, runs in `test` only.
 test-oldest: $(OLDEST_VENV)/ready
 	$(OLDEST_VENV)/bin/python -m pytest
-	cd conformance && ../$(OLDEST_VENV)/bin/python -m pytest
+	cd conformance && ../$(OLDEST_VENV)/bin/python -m pytest --ignore tests/test_author.py
 
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -m slow

@@ -40,7 +40,7 @@ def declare(name: str, function: Any, **how: Any) -> None:
 
 
 declare("fine", lambda bench: bench.off_by(1))
-declare("far", lambda bench: bench.off_by(6))
+declare("far", lambda bench: bench.off_by(12))
 declare("wrong", lambda bench: require(False, "it is wrong"))
 declare("raises", lambda bench: 1 / 0)
 declare("exits", lambda bench: exit(3))
@@ -85,7 +85,7 @@ def test_statuses() -> None:
         ("refuses", "known", "xpass"),
         ("device", "known", "unavailable"),
         ("far", ExpectedFailure("known", limit=20.0), "xfail"),
-        ("far", ExpectedFailure("known", limit=4.0), "fail"),
+        ("far", ExpectedFailure("known", limit=8.0), "fail"),
         ("wrong", ExpectedFailure("known", limit=100.0), "fail"),
         ("raises", ExpectedFailure("known", limit=100.0), "error"),
         ("fine", ExpectedFailure("known", limit=100.0), "xpass"),
