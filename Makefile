@@ -14,10 +14,9 @@ test: $(VENV)/ready lint
 	$(BIN)/python -m pytest
 	cd conformance && ../$(BIN)/python -m pytest
 
-# On the oldest supported Transformers. A kernel author's path, which installs everything anew, runs in `test` only.
+# The core on the oldest supported Transformers.
 test-oldest: $(OLDEST_VENV)/ready
 	$(OLDEST_VENV)/bin/python -m pytest
-	cd conformance && ../$(OLDEST_VENV)/bin/python -m pytest --ignore tests/test_author.py
 
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -m slow
