@@ -34,10 +34,10 @@ $(VENV)/ready: pyproject.toml conformance/pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --editable conformance --group dev
 	touch $@
 
-$(OLDEST_VENV)/ready: pyproject.toml conformance/pyproject.toml constraints-oldest.txt
+$(OLDEST_VENV)/ready: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(OLDEST_VENV)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable . --editable conformance --group test
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable . --group test
 	touch $@
 
 clean:

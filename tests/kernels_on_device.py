@@ -212,7 +212,7 @@ def test_decode_is_the_layer(gate: Gate, dtype: torch.dtype) -> None:
             assert_close(got / 2, expected / 2)
 
 
-@pytest.mark.parametrize("tokens", [5, 40], ids=["decode", "layer"])
+@pytest.mark.parametrize("tokens", [2, 40], ids=["decode", "layer"])  # qwen3 decodes where pairs are few
 @pytest.mark.parametrize("geometry", ["qwen3-30b-a3b", "gpt-oss-20b"])
 def test_strides_change_nothing(geometry: str, tokens: int) -> None:
     sizes = {"hidden": 24, "intermediate": 12, "count": 6, "top_k": 3}

@@ -43,7 +43,6 @@ class ExpertsLayout(Layout):
         experts_class: the class, in the family's modelling file.
         formula: of a module of that class; it reads limits and the like from the module.
         weights: the reference's names of the weights that it has.
-        kinked: its gate clamps, so that gradients jump where a pre-activation crosses a limit.
         float32_inside: its eager forward computes in float32 whatever the dtype, which no product in bfloat16 can be
             measured by. The unit is then the formula itself in the tested dtype.
     """
@@ -52,8 +51,12 @@ class ExpertsLayout(Layout):
     experts_class: str
     formula: Callable[[Any], ExpertsFormula] = field(repr=False)
     weights: tuple[str, ...] = ("up", "down")
-    kinked: bool = False
     float32_inside: bool = False
+
+    @property
+    def kinked(self) -> bool:
+        """Whether its gate clamps, so that gradients jump where a pre-activation crosses a limit."""
+        return self.gate in ("gpt_oss", "swiglu_clamped")
 
     def build(self, *, experts: int, hidden: int, intermediate: int) -> nn.Module:
         """A stock module of these sizes on eager, with empty weights in float32 on the CPU."""
@@ -111,7 +114,6 @@ def experts_layouts() -> tuple[ExpertsLayout, ...]:
             formula=formula,
             features=frozenset(features),
             weights=("up", "down", *biases, *more),
-            kinked=gate in ("gpt_oss", "swiglu_clamped"),
             missing=_why_missing(family, experts_class, since),
             float32_inside=family == "openai_privacy_filter",
         )

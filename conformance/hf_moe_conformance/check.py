@@ -94,7 +94,10 @@ class Bench(ABC):
 
     def refusal(self, needs: frozenset[str]) -> str | None:
         """What the backend says when it is set on a model that demands the variant and `needs`. None: it is set."""
-        model = self.candidate(needs)
+        return self.refused(self.candidate(needs))
+
+    def refused(self, model: nn.Module) -> str | None:
+        """What the backend says when it is set on this model. None: it is set."""
         try:
             self.subject.apply(model)
         except (BackendUnavailable, PlanError) as refusal:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import mutants
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,19 +21,15 @@ from torch import Tensor
 
 from hf_moe_backends import BackendSpec, Capabilities, hookimpl
 
+Exchange = Callable[[Tensor, Any], Tensor]
+"""Of rows and a group."""
+
 DISPATCHER_MUTANTS: list[Mutant] = []
 BROKEN_RANK = ("rank_hangs", "rank_crashes", "rank_raises", "rank_refuses", "refuses", "constructor_fails")
 """What `test_dispatcher.py` looks at one by one."""
 
 
-def mutant(*kills: str) -> Callable[[Any], Any]:
-    def declare(target: Any) -> Any:
-        bug = (target.__doc__ or "").strip().rstrip(".")
-        assert bug and kills, target
-        DISPATCHER_MUTANTS.append(Mutant("dispatcher", target.__name__, kills, bug))
-        return target
-
-    return declare
+mutant = partial(mutants.mutant, "dispatcher", among=DISPATCHER_MUTANTS)
 
 
 @hookimpl
@@ -61,7 +59,7 @@ def gathered(x: Tensor, group: Any) -> Tensor:
 
 
 def own_part(x: Tensor, group: Any) -> Tensor:
-    return x.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+    return x.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
 
 
 def summed(x: Tensor, group: Any) -> Tensor:
@@ -71,56 +69,17 @@ def summed(x: Tensor, group: Any) -> Tensor:
     return own_part(total, group)
 
 
-class _Gather(torch.autograd.Function):
-    """The tokens of all ranks. Each rank's gradient is the sum of what all ranks have for it."""
+class _Exchange(torch.autograd.Function):
+    """A linear function of the ranks' rows, and the one that is its backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, backward: Callable[[Tensor, Any], Tensor]) -> Tensor:
-        ctx.group, ctx.sum = group, backward
-        return gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.sum(gradient, ctx.group), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    """The sum over ranks of each rank's rows; the backward of `_Gather`, and it of this."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return summed(y, group)
+    def forward(ctx: Any, x: Tensor, group: Any, forward: Exchange, backward: Exchange) -> Tensor:
+        ctx.group, ctx.transposed = group, backward
+        return forward(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gathered(gradient, ctx.group), None
-
-
-class _Slice(torch.autograd.Function):
-    """This rank's slice of rows that a TP group shares. Their gradient is shared as well."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return own_part(x, group).clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gathered(gradient, ctx.group), None
-
-
-class _Unslice(torch.autograd.Function):
-    """The rows of all slices, on every rank of the TP group. Each rank has the same gradient of them."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return gathered(y, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return own_part(gradient, ctx.group).clone(), None
+        return ctx.transposed(gradient, ctx.group), None, None, None
 
 
 class right_dispatcher:  # noqa: N801 - backends are named so
@@ -138,11 +97,12 @@ class right_dispatcher:  # noqa: N801 - backends are named so
         length = self.longest(-(-tokens // slices))
         x, ids, shares = (self.padded(t, length * slices) for t in (x, ids, shares))
         if slices > 1:
-            x, shares = _Slice.apply(x, self.tp_group), _Slice.apply(shares, self.tp_group)
+            # what ranks share has a gradient that they share
+            x, shares = (_Exchange.apply(t, self.tp_group, own_part, gathered) for t in (x, shares))
             ids = own_part(ids, self.tp_group)
         y = self.exchanged(x, ids, shares)
         if slices > 1:
-            y = _Unslice.apply(y, self.tp_group)
+            y = _Exchange.apply(y, self.tp_group, gathered, own_part)
         return y[:tokens]
 
     def slices(self) -> int:
@@ -158,10 +118,10 @@ class right_dispatcher:  # noqa: N801 - backends are named so
 
     def exchanged(self, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         """(T, H) -> (T, H), T the same on all ranks of the expert group."""
-        x = _Gather.apply(x, self.group, self.token_gradient)
-        shares = _Gather.apply(shares, self.group, summed)
+        x = _Exchange.apply(x, self.group, gathered, self.token_gradient)
+        shares = _Exchange.apply(shares, self.group, gathered, summed)
         y = self.run_experts(x, *self.on_this_rank(gathered(ids, self.group), shares))
-        return _Scatter.apply(y, self.group)  # type: ignore[no-any-return]
+        return _Exchange.apply(y, self.group, summed, gathered)  # type: ignore[no-any-return]
 
     token_gradient = staticmethod(summed)
 

@@ -50,11 +50,11 @@ BROKEN_PROCESS = {
 """Experts backends that end or block the process. `test_worker.py` runs them in one of their own."""
 
 
-def mutant(kind: str, *kills: str, on_gpu: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+def mutant(kind: str, *kills: str, on_gpu: tuple[str, ...] = (), among: list[Mutant] = MUTANTS) -> Callable[[Any], Any]:
     def declare(target: Any) -> Any:
         bug = (target.__doc__ or "").strip().rstrip(".")
         assert bug and kills, target
-        MUTANTS.append(Mutant(kind, target.__name__, kills, bug, on_gpu))
+        among.append(Mutant(kind, target.__name__, kills, bug, on_gpu))
         return target
 
     return declare

@@ -89,7 +89,7 @@ def _decode(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not out.numel():
         return out
-    x, ids, weights, up, down = (t.contiguous() for t in (x, ids, weights, up, down))
+    x, up, down = (t.contiguous() for t in (x, up, down))
     # Tiles that follow the stored rows: 512 bytes of each of 8.
     shape = {"COLUMNS": 8, "DEPTH": 256, "num_warps": 4}
     _up_kernel[(tokens * top_k, cdiv(width, shape["COLUMNS"]))](

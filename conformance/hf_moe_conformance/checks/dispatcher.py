@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -27,6 +26,7 @@ from hf_moe_conformance.checks.experts_bench import SEEDS, Tensors
 from hf_moe_conformance.checks.model import GRADIENTS as GRADIENT_LIMIT
 from hf_moe_conformance.checks.model import LOGITS as LOGITS_LIMIT
 from hf_moe_conformance.checks.model import compare as compare_models
+from hf_moe_conformance.checks.model import worst
 
 dispatcher_check = partial(check, kind="dispatcher", bench=DispatcherBench, tier="ep")
 training_check = partial(dispatcher_check, needs={"training"})
@@ -47,7 +47,7 @@ def router_dtype(bench: DispatcherBench) -> None:
     """Router weights of another dtype than the tokens'; half of the families give float32 under bfloat16."""
     other = torch.bfloat16 if bench.dtype == torch.float32 else torch.float32
     draws = bench.draws([UNIFORM], how="forward", change=lambda inputs: replace(inputs, shares=inputs.shares.to(other)))
-    bench.judge([bench.compare("y", f"{other} shares", draws)])
+    bench.judge([bench.compare("y", f"{other} shares", draws[UNIFORM.name])])
 
 
 def _gradient(tensor: str, bench: DispatcherBench) -> None:
@@ -69,24 +69,22 @@ def weights(bench: DispatcherBench) -> None:
 # Edges: what makes ranks differ.
 
 
-def _everything(bench: DispatcherBench, cases: tuple[DispatchCase, ...], draws: list[Draw]) -> None:
+def _everything(bench: DispatcherBench, draws: dict[str, list[Draw]]) -> None:
     bench.judge(
-        bench.compare(tensor, case.name, draws[i * SEEDS : (i + 1) * SEEDS])
-        for i, case in enumerate(cases)
-        for tensor in ("y", *bench.names)
+        bench.compare(tensor, case, of_case) for case, of_case in draws.items() for tensor in ("y", *bench.names)
     )
 
 
 @training_check("edge/uneven_tokens")
 def uneven_tokens(bench: DispatcherBench) -> None:
     """Another number of tokens on each rank."""
-    _everything(bench, (UNEVEN,), bench.draws([UNEVEN]))
+    _everything(bench, bench.draws([UNEVEN]))
 
 
 @training_check("edge/empty_rank")
 def empty_rank(bench: DispatcherBench) -> None:
     """A rank without tokens. Its experts serve the others, and their gradients come."""
-    _everything(bench, EMPTY, bench.draws(EMPTY))
+    _everything(bench, bench.draws(EMPTY))
 
 
 @training_check("edge/no_tokens")
@@ -112,7 +110,7 @@ def one_rank(bench: DispatcherBench) -> None:
     cases = tuple(
         DispatchCase(name=f"all to rank {rank}", target=rank, tokens=(64, 128)) for rank in range(bench.layout.ep)
     )
-    _everything(bench, cases, bench.draws(cases))
+    _everything(bench, bench.draws(cases))
 
 
 @training_check("edge/strided", layouts=TYPICAL)
@@ -127,7 +125,7 @@ def strided(bench: DispatcherBench) -> None:
             cotangent=inputs.cotangent.new_ones(()).expand(inputs.cotangent.shape),
         )
 
-    _everything(bench, (UNIFORM,), bench.draws([UNIFORM], change=views))
+    _everything(bench, bench.draws([UNIFORM], change=views))
 
 
 # Modes: how the module is run.
@@ -136,7 +134,7 @@ def strided(bench: DispatcherBench) -> None:
 @training_check("mode/checkpoint", layouts=TYPICAL)
 def checkpointing(bench: DispatcherBench) -> None:
     """Under activation checkpointing, which runs the forward again in the backward."""
-    _everything(bench, (UNIFORM,), bench.draws([UNIFORM], how="checkpoint"))
+    _everything(bench, bench.draws([UNIFORM], how="checkpoint"))
 
 
 @training_check("mode/two_models", dtypes=["float32"], layouts=TYPICAL)
@@ -210,8 +208,7 @@ def model_gradients(bench: DispatcherBench) -> None:
         require((got is None) == (expected is None), f"{name} has {'no' if got is None else 'a'} gradient")
         if got is not None and expected is not None:
             measures.append(compare_models("gradient", name, got, expected, GRADIENT_LIMIT))
-    # only the worst is kept: a model has hundreds
-    bench.judge([max(measures, key=lambda m: math.inf if math.isnan(m.error) else m.error)])
+    bench.judge([worst(measures)])
 
 
 # Exceptions. Under gloo the other ranks see that a connection closed; under nccl the launcher ends them.

@@ -312,15 +312,13 @@ class DispatcherBench(Bench):
             inputs = ExpertsInputs(
                 x=x.to(self.dtype), ids=ids, shares=shares.to(self.dtype), cotangent=cotangent.to(self.dtype)
             )
-            if self.layout.experts.kinked and self.dtype == torch.float32 and length:
-                inputs = off_kinks(self.layout.experts, stock, inputs)
-            found.append(inputs)
+            found.append(off_kinks(self.layout.experts, stock, inputs))
         return found
 
     def draws(
         self, cases: Sequence[DispatchCase], *, how: str = "backward", change: Change | None = None
-    ) -> list[Draw]:
-        """`SEEDS` draws of each case, one after another, all in one run of the ranks.
+    ) -> dict[str, list[Draw]]:
+        """`SEEDS` draws of each case, by its name, all in one run of the ranks.
 
         Args:
             how: as `dispatcher_ranks.modules` has it.
@@ -329,14 +327,13 @@ class DispatcherBench(Bench):
         batches = [self.inputs(case, seed) for case in cases for seed in range(SEEDS)]
         if change is not None:
             batches = [[change(inputs) for inputs in each] for each in batches]
-        return self.run(batches, self.sharded(training=how != "forward"), how)
-
-    def run(self, batches: Sequence[Sequence[ExpertsInputs]], sharded: Sharded, how: str) -> list[Draw]:
+        sharded = self.sharded(training=how != "forward")
         arguments = [
             (sharded, [each[self.batch_of(rank)] for each in batches], how) for rank in range(self.layout.ranks)
         ]
         found = self.on_ranks(ranks.modules, arguments)
-        return [self.draw(each, [on_rank[i] for on_rank in found], how) for i, each in enumerate(batches)]
+        drawn = [self.draw(each, [on_rank[i] for on_rank in found], how) for i, each in enumerate(batches)]
+        return {case.name: drawn[i * SEEDS : (i + 1) * SEEDS] for i, case in enumerate(cases)}
 
     def draw(self, batches: Sequence[ExpertsInputs], got: list[Tensors], how: str, stock: Any = None) -> Draw:
         """With the reference's results, and one process's, beside what the ranks have."""
@@ -355,8 +352,7 @@ class DispatcherBench(Bench):
     def case(self, case: DispatchCase, *, backward: bool) -> list[Draw]:
         """The draws of one of `CASES`. All of them are run at once, and once a bench."""
         if backward not in self._draws:
-            found = self.draws(CASES, how="backward" if backward else "forward")
-            self._draws[backward] = {c.name: found[i * SEEDS : (i + 1) * SEEDS] for i, c in enumerate(CASES)}
+            self._draws[backward] = self.draws(CASES, how="backward" if backward else "forward")
         return self._draws[backward][case.name]
 
     def compare(self, tensor: str, case: str, draws: Sequence[Draw]) -> Measure:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_moe_backends import BackendUnavailable, PlanError, reset_moe_backend
+from hf_moe_backends import reset_moe_backend
 from hf_moe_conformance import reference
 from hf_moe_conformance.cases import (
     CASES,
@@ -23,7 +23,7 @@ from hf_moe_conformance.cases import (
     ExpertsInputs,
     weights_of,
 )
-from hf_moe_conformance.check import Failure, NotApplicable, check, require
+from hf_moe_conformance.check import NotApplicable, check, require
 from hf_moe_conformance.checks.experts_bench import (
     SEEDS,
     ExpertsBench,
@@ -238,14 +238,10 @@ def odd_outcomes(bench: ExpertsBench, *needs: str, backward: bool) -> list[Outco
         NotApplicable: the backend declares that it needs aligned sizes, and refuses these.
     """
     if bench.subject.spec.capabilities.alignment > 1:
-        module = copy.deepcopy(bench.stock(ODD_SIZES, 0))
-        try:
-            bench.subject.apply(module)
-        except (BackendUnavailable, PlanError) as refusal:
-            raise NotApplicable(str(refusal)) from refusal
-        raise Failure(
-            [f"it declares that it needs aligned sizes, and took {ODD_SIZES.hidden} and {ODD_SIZES.intermediate}"]
-        )
+        refusal = bench.refused(copy.deepcopy(bench.stock(ODD_SIZES, 0)))
+        sizes = f"{ODD_SIZES.hidden} and {ODD_SIZES.intermediate}"
+        require(refusal is not None, f"it declares that it needs aligned sizes, and took {sizes}")
+        raise NotApplicable(refusal)
     return [
         bench.outcome(
             ODD_SIZES, seed, bench.inputs(ODD_SIZES, seed), bench.backed(ODD_SIZES, seed, *needs), backward=backward

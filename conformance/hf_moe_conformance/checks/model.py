@@ -115,6 +115,11 @@ def compare(tensor: str, case: str, got: Tensor, expected: Tensor, limit: float)
     )
 
 
+def worst(measures: Sequence[Measure]) -> Measure:
+    """The one of the largest error, or of one that is NaN. The others are not kept: a model has hundreds."""
+    return max(measures, key=lambda m: math.inf if math.isnan(m.error) else m.error)
+
+
 def logits(bench: ModelBench) -> None:
     """The logits, or the last hidden state of a model without a head."""
     bench.apply()
@@ -134,8 +139,7 @@ def gradients(bench: ModelBench) -> None:
     for name, gradient in expected.items():
         limit = next((limit for end, limit in ILL_CONDITIONED.items() if name.endswith(end)), GRADIENTS)
         found.append(compare("gradient", name, got[name], gradient, limit))
-    # only the worst is kept: a model has hundreds
-    bench.judge([max(found, key=lambda m: math.inf if math.isnan(m.error) else m.error)])
+    bench.judge([worst(found)])
 
 
 _MODEL_KINDS: tuple[Kind, ...] = ("experts", "attn", "linear", "norm")
