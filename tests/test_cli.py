@@ -171,7 +171,8 @@ class TestList:
         assert row("experts", "sonic")["state"] == "ready"
 
     def test_it_answers_at_once_and_imports_neither_torch_nor_transformers(self) -> None:
-        # processor time, of the interpreter's start as well: wall time says how busy the machine is
+        # Processor time, of the interpreter's start as well: wall time says how busy the machine is. Beside the import
+        # of torch, in the same minute: how fast a machine is, is not what this asks.
         code = (
             "import json, sys, time\n"
             "from hf_moe_backends.cli import app\n"
@@ -179,9 +180,10 @@ class TestList:
             "heavy = [name for name in ('torch', 'transformers', 'numpy') if name in sys.modules]\n"
             "print(json.dumps({'heavy': heavy, 'seconds': time.process_time()}))\n"
         )
-        measured = [json.loads(_python(code).splitlines()[-1]) for _ in range(3)]
-        assert measured[0]["heavy"] == []
-        assert min(m["seconds"] for m in measured) < 0.5
+        torch = "import time, torch; print(time.process_time())"
+        measured = [(json.loads(_python(code).splitlines()[-1]), float(_python(torch))) for _ in range(3)]
+        assert measured[0][0]["heavy"] == []
+        assert min(listed["seconds"] for listed, _ in measured) < min(imported for _, imported in measured) / 2
 
 
 def _python(code: str, *arguments: str) -> str:

@@ -297,9 +297,11 @@ class TestDemands:
         assert taken(choose(named(), custom, registry(spec("fast", gates=None)))) == "fast"
 
     def test_stock_code_serves_what_it_does_unless_the_site_is_blocked(self) -> None:
-        features = frozenset(FEATURES["experts"])
+        features = frozenset(FEATURES["experts"]) - {"negative_ids"}
         odd = {"device": "npu", "dtype": "float64", "features": features, "training": True}
         assert taken(choose(named("eager"), experts(gate=Gate(formula="custom"), **odd), registry())) == "eager"
+        with pytest.raises(BackendUnavailable, match="expert id -1"):
+            choose(named("eager"), experts(features=frozenset({"negative_ids"})), registry())
         with pytest.raises(BackendUnavailable, match="not decorated"):
             choose(named("eager"), experts(blocked="not decorated"), registry())
 
