@@ -121,7 +121,7 @@ NEAR_MISSES: dict[str, GateFunction] = {
 
 class TestGate:
     @pytest.mark.parametrize("interleaved", [False, True])
-    @pytest.mark.parametrize(("gate", "function"), KNOWN, ids=str)
+    @pytest.mark.parametrize(("gate", "function"), KNOWN, ids=[str(gate) for gate, _ in KNOWN])
     def test_known(self, gate: Gate, function: GateFunction, interleaved: bool) -> None:
         assert recognise_gate(Experts(function, interleaved)) == gate
 

@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -33,6 +33,10 @@ WEIGHTS = {
 """The parameters of experts modules, and what the reference calls them."""
 
 GRADIENTS = {"up": "dW_up", "up_bias": "db_up", "down": "dW_down", "down_bias": "db_down", "norm": "dW_norm"}
+
+
+LIMIT = 1 + 2**-6
+"""Of clamped gates. Low enough for unit-scale data to reach it in a third of all places, and on no grid of `exact`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +69,7 @@ class ExpertsLayout(Layout):
             **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), experts),
             **dict.fromkeys(("hidden_size", "moe_hidden_size"), hidden),
             **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), intermediate),
-            # low enough for unit-scale data to reach it in a third of all places
-            "swiglu_limit": 1.0,
+            "swiglu_limit": LIMIT,
             **dict.fromkeys(("mlp_gate_softcap", "mlp_up_softcap"), 2.0),
         }
         for name, value in sizes.items():
@@ -217,6 +220,25 @@ def fill(module: nn.Module, generator: torch.Generator) -> None:
         parameter.copy_(values)
 
 
+@torch.no_grad()
+def exact(module: nn.Module) -> None:
+    """Round the first projection to a grid so coarse that its product with `ExpertsInputs.exact` has no rounding error.
+
+    For gates that clamp, in 16 bits. There one pre-activation in a hundred is within rounding of the limit, where the
+    last bit decides whether a gradient is there or not: one such jump is ten times the rest of the error. Sums on the
+    grid are multiples of 2^-5 below 8 (H up to 256), which bfloat16 has, and the limit lies between two of them.
+    """
+    for role, parameter in weights_of(module).items():
+        if role == "up":
+            hidden = parameter.shape[1] if getattr(module, "is_transposed", False) else parameter.shape[2]
+            step = 2.0 ** -math.ceil(math.log2(hidden) / 2)
+        elif role == "up_bias":
+            step = 2.0**-3
+        else:
+            continue
+        parameter.copy_((parameter / step).round() * step)
+
+
 Routing = Callable[[int, int, int, torch.Generator], Tensor]
 """(T, E, K, generator) -> ids (T, K)."""
 
@@ -258,7 +280,8 @@ def duplicates(tokens: int, experts: int, k: int, generator: torch.Generator) ->
 class ExpertsCase:
     """Sizes and a routing. `tokens` is a range that an odd number is drawn from.
 
-    Sizes are rounded up to multiples of 16 and of the backend's alignment, unless they are to be `odd`.
+    Sizes are rounded up to multiples of 16 and of the backend's alignment, unless they are to be `odd`. `autocast` says
+    that products are in 16 bits whatever the dtype.
     """
 
     name: str
@@ -269,6 +292,7 @@ class ExpertsCase:
     hidden: int = 64
     intermediate: int = 32
     odd: bool = False
+    autocast: bool = False
 
 
 SMALL, FEW, LARGE = (17, 95), (1, 3), (1025, 2047)
@@ -284,6 +308,7 @@ CASES = (
     ExpertsCase(name="large", routing=zipf, tokens=LARGE, top_k=4, experts=16, hidden=128, intermediate=64),
 )
 ODD_SIZES = ExpertsCase(name="odd sizes", routing=uniform, tokens=SMALL, hidden=37, intermediate=19, odd=True)
+AUTOCAST = ExpertsCase(name="autocast", routing=uniform, tokens=SMALL, autocast=True)
 UNIFORM = CASES[0]
 FEW_EXPERTS = CASES[4]
 
@@ -299,6 +324,11 @@ class ExpertsInputs:
 
     def __post_init__(self) -> None:
         assert len(self.x) == len(self.ids) == len(self.shares) == len(self.cotangent)
+
+    @property
+    def exact(self) -> ExpertsInputs:
+        """The same with tokens in halves, see `exact`."""
+        return replace(self, x=(2 * self.x).round() / 2)
 
 
 def draw_seed(seed: int, *what: object) -> torch.Generator:

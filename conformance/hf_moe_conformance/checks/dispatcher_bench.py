@@ -39,7 +39,7 @@ from hf_moe_conformance.cases import (
 from hf_moe_conformance.check import Bench, Failure, Layout, NotApplicable, Variant, require
 from hf_moe_conformance.checks import dispatcher_ranks as ranks
 from hf_moe_conformance.checks.dispatcher_ranks import Refused, Sharded
-from hf_moe_conformance.checks.experts_bench import SEEDS, Tensors, off_kinks, run_module, run_reference
+from hf_moe_conformance.checks.experts_bench import SEEDS, Tensors, run_module, run_reference
 from hf_moe_conformance.measures import Measure, measure
 from hf_moe_conformance.ranks import World, world
 from hf_moe_conformance.subject import Subject
@@ -309,10 +309,11 @@ class DispatcherBench(Bench):
                 ids = case.target * local + case.routing(length, local, case.top_k, generator)
             x, cotangent = (torch.randn(length, stock.config.hidden_size, generator=generator) for _ in range(2))
             shares = torch.randn(length, case.top_k, generator=generator).softmax(-1)
-            inputs = ExpertsInputs(
-                x=x.to(self.dtype), ids=ids, shares=shares.to(self.dtype), cotangent=cotangent.to(self.dtype)
+            found.append(
+                ExpertsInputs(
+                    x=x.to(self.dtype), ids=ids, shares=shares.to(self.dtype), cotangent=cotangent.to(self.dtype)
+                )
             )
-            found.append(off_kinks(self.layout.experts, stock, inputs))
         return found
 
     def draws(

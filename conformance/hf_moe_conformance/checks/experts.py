@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_moe_backends import reset_moe_backend
 from hf_moe_conformance import reference
 from hf_moe_conformance.cases import (
+    AUTOCAST,
     CASES,
     FEW_EXPERTS,
     GRADIENTS,
@@ -395,11 +396,11 @@ def autocast(bench: ExpertsBench) -> None:
 
     found = []
     for seed in range(SEEDS):
-        inputs, stock = bench.inputs(UNIFORM, seed), bench.stock(UNIFORM, seed)
+        inputs, stock = bench.inputs(AUTOCAST, seed), bench.stock(AUTOCAST, seed)
         found.append(
             Outcome(
                 inputs=inputs,
-                got=run_module(bench.backed(UNIFORM, seed, "training"), inputs, device, backward=True, call=call),
+                got=run_module(bench.backed(AUTOCAST, seed, "training"), inputs, device, backward=True, call=call),
                 eager=run_module(stock, inputs, device, backward=True, call=call),
                 expected=run_reference(bench.layout, stock, inputs, backward=True),
             )
