@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST_VENV := .venv-oldest
 BIN := $(VENV)/bin
+# Tests run side by side, a thread each: tiny models gain nothing from more.
+PYTEST := -m pytest -n auto --maxprocesses 4 --dist worksteal
+test test-oldest test-slow: export OMP_NUM_THREADS := 1
 
 .PHONY: demo test test-oldest test-slow lint clean
 
@@ -11,12 +14,12 @@ demo: $(VENV)/ready
 	$(BIN)/hf-moe-backends demo
 
 test: $(VENV)/ready lint
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 	cd conformance && ../$(BIN)/python -m pytest
 
 # The core on the oldest supported Transformers.
 test-oldest: $(OLDEST_VENV)/ready
-	$(OLDEST_VENV)/bin/python -m pytest
+	$(OLDEST_VENV)/bin/python $(PYTEST)
 
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -m slow
