@@ -21,8 +21,9 @@ from hf_moe_backends.recognise import recognise_gate
 BACKENDS = {"loop": loop, "torch_mm": torch_mm}
 TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 11, 2, 4, 7, 5
 BF16 = torch.finfo(torch.bfloat16).eps
-LIMITS = {torch.float64: 1e-13, torch.float32: 1e-6}
-"""Relative to the norm of the float64 result."""
+LIMITS = {torch.float64: 1e-13, torch.float32: 16 * torch.finfo(torch.float32).eps}
+"""Relative to the norm of the float64 result. A router weight's gradient of three pairs is three short dot products
+that may cancel: with one machine's matrix products it came to 8 units of the last place, with another's to 9."""
 
 
 class ScaleNorm(nn.Module):
@@ -326,7 +327,7 @@ class TestRouting:
         experts, ids = Experts(**LAYOUTS[way]), ROUTINGS[name]
         inputs = make_inputs(ids)
         got = run(backend, experts, inputs._replace(ids=ids.to(integer)))
-        assert_close(got, exact(experts, inputs), 1e-6)
+        assert_close(got, exact(experts, inputs), LIMITS[torch.float32])
         hit = set(ids.flatten().tolist())
         for weight in experts.parameters(recurse=False):
             assert weight.grad is not None
@@ -377,7 +378,7 @@ class TestRouting:
         inputs.shares[2] = 0
         got = run(backend, experts, inputs)
         assert not got.output[2].any()
-        assert_close(got, exact(experts, inputs), 1e-6)
+        assert_close(got, exact(experts, inputs), LIMITS[torch.float32])
 
 
 class TestMemory:
@@ -398,7 +399,7 @@ class TestMemory:
             got = run(lambda *args: backend(*args).t().contiguous().t(), experts, inputs)
         else:
             got = run(backend, experts, Inputs(hidden, ids, shares))
-        assert_close(got, expected, 1e-6)
+        assert_close(got, expected, LIMITS[torch.float32])
 
     def test_an_expanded_gradient(self, backend: Callable[..., Tensor], way: str) -> None:
         """What `.sum().backward()` hands over has strides of zero."""
@@ -561,7 +562,7 @@ class TestAutocast:
         experts, inputs = Experts(**LAYOUTS[way]), make_inputs()
         with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
             got = run(backend, experts, inputs)
-        assert_close(got, exact(experts, inputs), 1e-6)
+        assert_close(got, exact(experts, inputs), LIMITS[torch.float32])
 
 
 class TestLora:
@@ -603,7 +604,7 @@ class TestLora:
         assert relative(got.output, run(dense, base, inputs).output.double()) > 1e-2  # the adapters do something
         wide = Inputs(inputs.hidden.double(), inputs.ids, inputs.shares.double())
         expected = run(within(dense), wrapped.double(), wide)
-        assert_close(got, expected, 1e-6)
+        assert_close(got, expected, LIMITS[torch.float32])
 
 
 def test_a_gate_in_float32(backend: Callable[..., Tensor]) -> None:
