@@ -37,6 +37,8 @@ COMPILED = "+compile"
 """Behind a backend's name: the same under `torch.compile`."""
 
 CALLS = 4
+DECODING = 64
+"""Up to this many tokens a call may be a step of generation, which engines replay as a CUDA graph: timed as well."""
 MIB = 2**20
 
 
@@ -96,7 +98,7 @@ ROUTINGS = ("balanced", "uniform", "zipf")
 
 HEADING = (
     f"{'geometry':18} {'tokens':>6} {'routing':9} {'backend':22} {'forward':>8} {'both':>8} {'alone':>8} {'kept':>7} "
-    f"{'peak':>7} {'TFLOP/s':>7} {'of floor':>8} {'error':>6}"
+    f"{'peak':>7} {'TFLOP/s':>7} {'of floor':>8} {'error':>6} {'replayed':>8}"
 )
 
 
@@ -106,7 +108,8 @@ class Row:
 
     `forward` and `both` (forward and backward) are of one call among others, `alone` is `both` on an idle device.
     `kept` is what forward leaves allocated for backward besides its output. `worst_error` is the largest, over output
-    and gradients, of the error against float64 divided by stock eager's own.
+    and gradients, of the error against float64 divided by stock eager's own. `replayed` is forward without gradients
+    in a CUDA graph, so what the device alone takes: of at most `DECODING` tokens.
     """
 
     geometry: str
@@ -121,6 +124,7 @@ class Row:
     tflops: float | None = None
     of_floor: float | None = None
     worst_error: float | None = None
+    replayed: float | None = None
     error: str | None = None
 
     def line(self) -> str:
@@ -133,6 +137,7 @@ class Row:
             **dict.fromkeys(("kept", "peak", "tflops"), "7.0f"),
             "of_floor": "8.0%",
             "worst_error": "6.2f",
+            "replayed": "8.4f",
         }
         values = [(getattr(self, name), form) for name, form in forms.items()]
         return " ".join([about, *(f"{v:{form}}" if v is not None else " " * int(form[0]) for v, form in values)])
@@ -329,6 +334,7 @@ def _measure(
     errors = _errors(experts, calls, min(tokens, 1024), hidden, ids, weights)
     times: dict[str, list[tuple[float, float, float]]] = {backend: [] for backend in calls}
     failed = {backend: error for backend, error in errors.items() if isinstance(error, str)}
+    replayed = _replayed(problem, {b: c for b, c in calls.items() if b not in failed}, tokens, repetitions)
     for repetition in range(-3, repetitions):
         for backend, call in calls.items():
             if backend in failed:
@@ -360,6 +366,7 @@ def _measure(
             tflops=flops / both / 1e9,
             of_floor=floor[1] / both if floor is not None else None,
             worst_error=error if isinstance(error, float) else None,
+            replayed=replayed.get(backend),
         )
 
 
@@ -444,6 +451,33 @@ def _floor(geometry: Geometry, experts: nn.Module, ids: Tensor, repetitions: int
             function()
         times.append(median(_time(function, "cuda", calls=CALLS) for _ in range(repetitions)))
     return times[0], times[1]
+
+
+def _replayed(
+    problem: _Problem, calls: dict[str, Callable[..., Tensor]], tokens: int, repetitions: int
+) -> dict[str, float]:
+    """Milliseconds of each backend's forward as a CUDA graph, in turn; without those that cannot be captured."""
+    if not problem.x.is_cuda or tokens > DECODING:
+        return {}
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    with torch.no_grad():
+        for backend, call in calls.items():
+            for _ in range(3):
+                problem.forward(call)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph):
+                    for _ in range(CALLS):
+                        problem.forward(call)
+            except (RuntimeError, torch.AcceleratorError):
+                continue  # it asks the device something: generation cannot replay it either
+            graphs[backend] = graph
+    times: dict[str, list[float]] = {backend: [] for backend in graphs}
+    for _ in range(3 * repetitions):
+        for backend, graph in graphs.items():
+            times[backend].append(_time(graph.replay, "cuda") / CALLS)
+    return {backend: median(found) for backend, found in times.items()}
 
 
 def _time(function: Callable[[], object], device: str, calls: int = 1) -> float:
