@@ -1,4 +1,4 @@
-"""`hf-moe-backends list | explain | demo | bench`.
+"""`hf-moe-backends list | explain | demo | new-plugin | bench`.
 
 The commands import what they need when they run: `list` must answer at once, and without torch.
 """
@@ -154,6 +154,21 @@ def demo(
             typer.echo(f"FAILED: {failure}", err=True)
     if report.failures:
         raise typer.Exit(1)
+
+
+@app.command("new-plugin")
+def new_plugin(
+    name: Annotated[str, typer.Argument(help="Of the distribution, such as my-kernels.")],
+    kind: Annotated[Literal["experts"], typer.Option(help="What its backend replaces.")] = "experts",
+    output: Annotated[Path, typer.Option(help="The folder in which the plugin's own is made.")] = Path(),
+) -> None:
+    """Write a plugin to start from: one working backend in plain torch, its conformance tests, CI and README."""
+    with _errors():
+        from hf_moe_backends.new_plugin import write
+
+        for file in write(name, output, taken=(backend.spec.name for backend in registry().of_kind(kind))):
+            typer.echo(file)
+    typer.echo(f"\nNext: cd {output / name} && pip install --editable '.[test]' && pytest -k float32-default")
 
 
 bench = typer.Typer(help="Measure backends beside each other.", no_args_is_help=True)

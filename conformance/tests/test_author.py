@@ -76,3 +76,14 @@ def shell(folder: Path, commands: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", "-ec", commands], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
+
+
+def test_a_new_plugin_is_right_as_it_is(author: Path) -> None:
+    """What `hf-moe-backends new-plugin` writes, from a wheel of its own, runs what it claims and refuses the rest."""
+    made = shell(author, "hf-moe-backends new-plugin new-kernels && pip wheel --no-deps --wheel-dir new ./new-kernels")
+    assert made.returncode == 0, made.stdout + made.stderr
+    run = shell(author, "pip install --no-deps new/*.whl && moe-conformance run experts=new_kernels --tier inference")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "pass" in run.stdout and "unsupported" in run.stdout
+    own_tests = shell(author, "cd new-kernels && pytest -q -p no:cacheprovider -k float32-default")
+    assert own_tests.returncode == 0, own_tests.stdout + own_tests.stderr
