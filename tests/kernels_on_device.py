@@ -205,7 +205,7 @@ def test_decode_is_the_layer(gate: Gate, dtype: torch.dtype) -> None:
             with on_triton(False):
                 expected = layer.experts_layer(
                     p.x, p.ids, p.weights, up, biases[0], down, biases[1], False, interleaved, gate.formula,
-                    0.0 if gate.limit == float("inf") else gate.limit, gate.alpha,
+                    0.0 if gate.limit == float("inf") else gate.limit, gate.alpha, "torch",
                 )[0]  # fmt: skip
             got = decode._decode(p.x, p.ids, p.weights, up, biases[0], down, biases[1], interleaved, known)
             # the layer rounds its rows to the dtype before it sums them, decoding does not

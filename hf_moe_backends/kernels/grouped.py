@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -53,6 +56,20 @@ def experts_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
         torch.mm(left[start:end].t(), right[start:end], out=out[expert])
         start = end
     return out
+
+
+class Products(NamedTuple):
+    """The two grouped products that an experts layer is made of, with the contracts of the functions above.
+
+    Rows from offsets[-1] on may hold anything on the way in and out.
+    """
+
+    rows_times_experts: Callable[[Tensor, Tensor, Tensor], Tensor]
+    experts_outer: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+PRODUCTS: dict[str, Products] = {"torch": Products(rows_times_experts, experts_outer)}
+"""By name, since an operator takes strings and no functions."""
 
 
 def expert_sums(rows: Tensor, offsets: Tensor, *, of_tokens: tuple[Routing, Tensor] | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from hf_moe_backends.kernels.gates import Rows, activate, activate_backward, known_formula
-from hf_moe_backends.kernels.grouped import expert_sums, experts_outer, rows_times_experts
+from hf_moe_backends.kernels.grouped import PRODUCTS, expert_sums
 from hf_moe_backends.kernels.routing import Routing, sort_by_expert
 from hf_moe_backends.kernels.rows import gather, weighted_sum, weighted_sum_backward
 
@@ -28,9 +28,10 @@ def _matrices(stored: Tensor, transposed: bool) -> Tensor:
     return stored if transposed else stored.transpose(1, 2)
 
 
-def _outer(inputs: Tensor, grads: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+def _outer(inputs: Tensor, grads: Tensor, offsets: Tensor, transposed: bool, products: str) -> Tensor:
     """The gradient of weights in their stored layout."""
-    return experts_outer(inputs, grads, offsets) if transposed else experts_outer(grads, inputs, offsets)
+    left, right = (inputs, grads) if transposed else (grads, inputs)
+    return PRODUCTS[products].experts_outer(left, right, offsets)
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -64,6 +65,7 @@ def _forward(
     gate: str,
     limit: float,
     alpha: float,
+    products: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """An experts layer with a known gate.
 
@@ -74,12 +76,14 @@ def _forward(
         up, up_bias: (E, N, H) or `transposed` (E, H, N), and (E, N); N = 2I for gated experts, else I.
         down, down_bias: (E, H, I) or `transposed` (E, I, H), and (E, H).
         gate, limit, alpha: as in `recognise.Gate`, with limit 0 for none.
+        products: whose grouped products, a key of `grouped.PRODUCTS`.
 
     Returns:
         the output (T, H), and for backward the pre-activation (R, N) without its bias and the routing: order (R,),
         position (R,), offsets (E,).
     """
     routing = sort_by_expert(ids, up.shape[0])
+    rows_times_experts = PRODUCTS[products].rows_times_experts
     rows = gather(x, routing, ids.shape[1])[0]
     pre = rows_times_experts(rows, _matrices(up, transposed), routing.offsets)
     del rows
@@ -107,6 +111,7 @@ def _(
     gate: str,
     limit: float,
     alpha: float,
+    products: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     size = ids.shape[0] * ids.shape[1]
     pre = x.new_empty(size, up.shape[2] if transposed else up.shape[1])
@@ -132,11 +137,13 @@ def _gradients(
     gate: str,
     limit: float,
     alpha: float,
+    products: str,
     needed: Sequence[bool],
 ) -> list[Tensor]:
     """The gradients of x, weights, up, up_bias, down and down_bias: of those that are `needed`, in this order."""
     need_x, need_weights, need_up, need_up_bias, need_down, need_down_bias = needed
     top_k, routing = ids.shape[1], Routing(order, position, offsets)
+    rows_times_experts = PRODUCTS[products].rows_times_experts
     need_pre = need_x or need_up or need_up_bias
     grads: list[Tensor] = []
     grad_down_bias = expert_sums(grad, offsets, of_tokens=(routing, weights)) if need_down_bias else None
@@ -151,7 +158,7 @@ def _gradients(
         incoming, of_bias, pre, rows, known_formula(gate, limit, alpha), interleaved
     )
     del incoming
-    grad_down = _outer(weighted, spread, offsets, transposed) if need_down else None
+    grad_down = _outer(weighted, spread, offsets, transposed, products) if need_down else None
     del weighted, spread
     if need_x:
         by_rows = rows_times_experts(grad_pre, _matrices(up, transposed).transpose(1, 2), offsets)
@@ -160,7 +167,7 @@ def _gradients(
     if need_weights:
         grads.append(grad_weights.to(weights.dtype))
     if need_up:
-        grads.append(_outer(gather(x, routing, top_k)[0], grad_pre, offsets, transposed))
+        grads.append(_outer(gather(x, routing, top_k)[0], grad_pre, offsets, transposed, products))
     if need_up_bias:
         grads.append(expert_sums(grad_pre, offsets).to(up.dtype))
     if grad_down is not None:
@@ -192,6 +199,7 @@ def _(
     gate: str,
     limit: float,
     alpha: float,
+    products: str,
     needed: Sequence[bool],
 ) -> list[Tensor]:
     inputs = (x, weights, up, up_bias, down, down_bias)
@@ -264,6 +272,7 @@ def expert_linear(
     offsets: Tensor,
     transposed: bool,
     gathers: bool,
+    products: str,
 ) -> Tensor:
     """Each row through its expert's linear layer.
 
@@ -276,7 +285,7 @@ def expert_linear(
     """
     routing = Routing(order, position, offsets)
     rows = gather(x, routing, ids.shape[1])[0] if gathers else x
-    out = rows_times_experts(rows, _matrices(stored, transposed), offsets)
+    out = PRODUCTS[products].rows_times_experts(rows, _matrices(stored, transposed), offsets)
     if bias is not None:
         out += bias[ids.reshape(-1)[order.long()].clamp(0, bias.shape[0] - 1)]
     return _clear_unused(out, offsets)
@@ -298,6 +307,7 @@ def _(
     offsets: Tensor,
     transposed: bool,
     gathers: bool,
+    products: str,
 ) -> Tensor:
     return x.new_empty(order.shape[0], stored.shape[2] if transposed else stored.shape[1])
 
@@ -313,6 +323,7 @@ def expert_linear_backward(
     offsets: Tensor,
     transposed: bool,
     gathers: bool,
+    products: str,
     needed: Sequence[bool],
 ) -> list[Tensor]:
     """The gradients of x, stored and bias: of those that are `needed`, in this order."""
@@ -320,14 +331,15 @@ def expert_linear_backward(
     need_x, need_stored, need_bias = needed
     grads: list[Tensor] = []
     if need_x:
-        by_rows = rows_times_experts(grad, _matrices(stored, transposed).transpose(1, 2), offsets)
+        matrices = _matrices(stored, transposed).transpose(1, 2)
+        by_rows = PRODUCTS[products].rows_times_experts(grad, matrices, offsets)
         if gathers:
             grads.append(weighted_sum(by_rows, routing, ids, weights=None, bias=None, weigh_rows=False))
         else:
             grads.append(_clear_unused(by_rows, offsets))
     if need_stored:
         rows = gather(x, routing, top_k)[0] if gathers else x
-        grads.append(_outer(rows, grad, offsets, transposed))
+        grads.append(_outer(rows, grad, offsets, transposed, products))
     if need_bias:
         grads.append(expert_sums(grad, offsets).to(stored.dtype))
     return grads
@@ -344,6 +356,7 @@ def _(
     offsets: Tensor,
     transposed: bool,
     gathers: bool,
+    products: str,
     needed: Sequence[bool],
 ) -> list[Tensor]:
     made = (x.new_empty(x.shape), stored.new_empty(stored.shape), stored.new_empty(stored.shape[0], grad.shape[1]))
@@ -364,7 +377,7 @@ def _backward_linear(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         None,
         next(grads) if stored else None,
         next(grads) if bias else None,
-        *[None] * 5,
+        *[None] * 6,
     )
 
 
