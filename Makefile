@@ -5,6 +5,7 @@ VENV := .venv
 OLDEST_VENV := .venv-oldest
 BIN := $(VENV)/bin
 # Tests run side by side, a thread each: tiny models gain nothing from more.
+PLUGINS := plugins/grouped_gemm
 PYTEST := -m pytest -n auto --maxprocesses 4 --dist worksteal
 test test-oldest test-slow: export OMP_NUM_THREADS := 1
 
@@ -16,6 +17,7 @@ demo: $(VENV)/ready
 test: $(VENV)/ready lint
 	$(BIN)/python $(PYTEST)
 	cd conformance && ../$(BIN)/python -m pytest
+	for plugin in $(PLUGINS); do (cd $$plugin && $(CURDIR)/$(BIN)/python -m pytest) || exit 1; done
 
 # The core on the oldest supported Transformers.
 test-oldest: $(OLDEST_VENV)/ready
@@ -30,11 +32,13 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	cd conformance && ../$(BIN)/mypy
+	for plugin in $(PLUGINS); do (cd $$plugin && $(CURDIR)/$(BIN)/mypy) || exit 1; done
 
-$(VENV)/ready: pyproject.toml conformance/pyproject.toml constraints.txt
+$(VENV)/ready: pyproject.toml conformance/pyproject.toml constraints.txt $(addsuffix /pyproject.toml,$(PLUGINS))
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --editable conformance --group dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --editable conformance \
+		$(addprefix --editable ,$(PLUGINS)) --group dev
 	touch $@
 
 $(OLDEST_VENV)/ready: pyproject.toml constraints-oldest.txt

@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import hf_moe_backends_grouped_gemm as plugin
 import pytest
 import torch
+from hf_moe_conformance.zoo import build
 from torch import Tensor
 
-import hf_moe_backends_grouped_gemm as plugin
 from hf_moe_backends import BackendConfig, BackendUnavailable, set_moe_backend
 from hf_moe_backends.bench import layer as bench
 from hf_moe_backends.builtin.experts.torch_mm import torch_mm
 from hf_moe_backends.kernels.grouped import PRODUCTS
-from hf_moe_conformance.zoo import build
 
 SMALL: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {"hidden": 64, "intermediate": 48, "count": 8, "top_k": 3},
