@@ -65,6 +65,9 @@ if TYPE_CHECKING:
         Capabilities as Capabilities,
     )
     from hf_moe_backends.spec import (
+        FusedLoss as FusedLoss,
+    )
+    from hf_moe_backends.spec import (
         Option as Option,
     )
     from hf_moe_backends.spec import (
@@ -80,6 +83,7 @@ _HOME = {
     "BackendUnavailable": "errors",
     "Capabilities": "spec",
     "ConfigError": "errors",
+    "FusedLoss": "spec",
     "MoeBackendError": "errors",
     "NoSite": "errors",
     "Option": "spec",

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,9 +22,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_moe_backends.errors import PlanError
+from hf_moe_backends.lazy_logits import FusedLossFunction, lazy_forward
 from hf_moe_backends.registry import Backend
-from hf_moe_backends.spec import STOCK_NAMES, AttentionBackend
-from hf_moe_backends.survey import Site, attachments, cannot_replace, sharding_of
+from hf_moe_backends.spec import STOCK_NAMES, AttentionBackend, FusedLoss
+from hf_moe_backends.survey import Site, attachments, cannot_fuse, cannot_replace, sharding_of
 
 
 class ConfigCopies:
@@ -481,30 +482,66 @@ def _replace(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 @dataclass
 class SetLoss(Edit):
-    """The model's `loss_function`, which Transformers reads from the instance."""
+    """The model's `loss_function`, which Transformers reads from the instance; for a fused loss its head's forward."""
 
     before: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    heads: list[nn.Module] = field(default_factory=list, repr=False)
 
     @property
     def hook(self) -> str:
-        return "model.loss_function"
+        return "model.loss_function" + (", the output head's forward" if self._fuses else "")
+
+    @property
+    def _fuses(self) -> bool:
+        return self.backend.spec.capabilities.fuses_head
 
     def check(self) -> None:
-        self._load()
+        if isinstance(self._load(), FusedLoss) is not self._fuses:
+            raise PlanError(
+                f"{self._label} ({self.backend.plugin.label}): its target must be a FusedLoss if and only if its "
+                f"capabilities say fuses_head, got {self._load()!r} with fuses_head={self._fuses}"
+            )
 
     def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
-        function = partial(self._load(), **self.options) if self.options else self._load()
-        self.before = []
+        backend = self._load()
+        self.before, self.heads = [], []
         for site in self.sites:
-            state = vars(site.module)
+            model: Any = site.module
+            state = vars(model)
+            stock = model.loss_function
             self.before.append({"_loss_function": state["_loss_function"]} if "_loss_function" in state else {})
-            state["_loss_function"] = function
+            if self._fuses:
+                head = model.get_output_embeddings()
+                reason = cannot_fuse(model, head)
+                if reason:  # the plan was made before, or another edit has replaced the head
+                    raise PlanError(f"{self._label}: {reason}")
+                state["_loss_function"] = FusedLossFunction(backend, self.options, stock, self.backend.spec.name)
+                vars(head)["forward"] = MethodType(lazy_forward, head)
+                self.heads.append(head)
+            else:
+                state["_loss_function"] = partial(backend, **self.options) if self.options else backend
+
+    def check_revert(self, root: nn.Module) -> None:
+        for head in self.heads:
+            if not _is_lazy(head):
+                raise PlanError(
+                    f"{self._label} cannot be undone: the output head was hooked since, and the hook would be lost. "
+                    "Remove it first, or load again."
+                )
 
     def revert(self, root: nn.Module) -> None:
+        for head in self.heads:
+            if _is_lazy(head):
+                del vars(head)["forward"]
         for site, before in zip(self.sites, self.before, strict=False):
             vars(site.module).pop("_loss_function", None)
             vars(site.module).update(before)
-        self.before = []
+        self.before, self.heads = [], []
+
+
+def _is_lazy(head: nn.Module) -> bool:
+    forward = vars(head).get("forward")
+    return isinstance(forward, MethodType) and forward.__func__ is lazy_forward and forward.__self__ is head
 
 
 @dataclass

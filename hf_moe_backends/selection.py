@@ -12,7 +12,7 @@ from hf_moe_backends.config import BackendConfig
 from hf_moe_backends.errors import BackendUnavailable, ConfigError, NoSite
 from hf_moe_backends.registry import Backend, Registry
 from hf_moe_backends.spec import FEATURES, KINDS, STOCK_NAMES, Kind
-from hf_moe_backends.survey import ExpertsDemand, Site
+from hf_moe_backends.survey import ExpertsDemand, LossDemand, Site
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +198,8 @@ def _demand_refusal(backend: Backend, site: Site, device: str | None) -> str | N
         return f"does not support {'; '.join(FEATURES[spec.kind][feature] for feature in missing)}"
     if isinstance(demand, ExpertsDemand) and can.gates is not None and demand.gate.formula not in can.gates:
         return f"fuses the gates {', '.join(sorted(can.gates))}, not {demand.gate}"
+    if isinstance(demand, LossDemand) and can.fuses_head and demand.cannot_fuse:
+        return demand.cannot_fuse
     for name, size in demand.sizes.items():
         if size % can.alignment:
             return f"needs sizes that are multiples of {can.alignment}, {name} is {size}"

@@ -81,7 +81,8 @@ class Capabilities:
     `features` lists what it serves of `FEATURES[kind]` beyond the plain case. `gates` lists the gate formulas it fuses
     (see `hf_moe_backends.recognise`); None means that it calls the module's own gate and so serves any. `min_sm` is the
     CUDA compute capability times ten (90 for Hopper). `alignment` is what each of a site's matrix sizes must be a
-    multiple of, in elements. `host_sync` says that a call waits for the device.
+    multiple of, in elements. `host_sync` says that a call waits for the device. `fuses_head` says of a loss that its
+    target is a `FusedLoss`, which takes the output head's product into itself.
     """
 
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
@@ -95,6 +96,7 @@ class Capabilities:
     autocast: bool = True
     deterministic: bool = True
     host_sync: bool = False
+    fuses_head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +162,7 @@ class BackendSpec:
       names and allocates nothing;
     - `dispatcher`: a class with the constructor and the call of Transformers' `EPImplementation`;
     - `loss`: `fn(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs)
-      -> scalar`, Transformers' own `loss_function` contract.
+      -> scalar`, Transformers' own `loss_function` contract; or a `FusedLoss`, with `fuses_head` in its capabilities.
 
     `probe` names a function of no arguments, `"package.module:attribute"`, that returns why the backend cannot run on
     this machine, or None. `install` is the pip command that makes the backend available. Of the backends that can serve
@@ -229,6 +231,22 @@ class AttentionBackend:
 
     attention: Callable[..., Any]
     mask: Callable[..., Any] | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedLoss:
+    """What the target of a `loss` backend is that computes no full logits.
+
+    `function(hidden (N, H), weight (V, H), labels (N,) int64, *, bias (V,) or None, ignore_index: int, num_items,
+    scale: float, softcap: float or None, **options) -> scalar` in float32 (float64 for float64), differentiable by
+    `hidden`, `weight` and `bias`, which have one dtype.
+
+    The loss is the cross entropy of `softcap * tanh(scale * logits / softcap)`, or of `scale * logits` without a cap,
+    where `logits = hidden @ weight.T + bias`; its sum over the labels other than `ignore_index`, divided by `num_items`
+    (an int or a tensor of one element), or by the number of such labels where that is None. Labels are shifted already.
+    """
+
+    function: Callable[..., Any]
 
 
 def _importable(name: str) -> bool:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_moe_backends.recognise import Gate, Norm, recognise_gate, recognise_norm
 from hf_moe_backends.spec import KINDS, Kind
@@ -59,6 +60,13 @@ class ExpertsDemand(Demand):
 @dataclass(frozen=True, kw_only=True)
 class AttentionDemand(Demand):
     """An attention module that goes through `ALL_ATTENTION_FUNCTIONS`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossDemand(Demand):
+    """A model with an output head over a vocabulary. `cannot_fuse` says why a loss cannot take the head in, or None."""
+
+    cannot_fuse: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +187,13 @@ class _Context:
         if isinstance(module, PreTrainedModel) and _output_head(module) is not None:
             head: Any = _output_head(module)
             sizes = {"vocabulary": getattr(head.weight, "ds_shape", head.weight.shape)[0]}
-            demand = Demand(device=_device(head), dtype=_dtype(head), training=module.training, sizes=sizes)
+            demand = LossDemand(
+                device=_device(head),
+                dtype=_dtype(head),
+                training=module.training,
+                sizes=sizes,
+                cannot_fuse=cannot_fuse(module, head),
+            )
             yield Site(kind="loss", name=name, module=module, demand=demand)
 
     def _experts(self, name: str, module: nn.Module, late: bool = False) -> Site:
@@ -346,6 +360,30 @@ def cannot_replace(module: nn.Module) -> str | None:
         )
     if attachments(module):
         return "it has hooks or a forward of its own, which would be lost"
+    return None
+
+
+def cannot_fuse(model: PreTrainedModel, head: nn.Module) -> str | None:
+    """Why a fused loss cannot compute a model's loss from the input of its output head, or None."""
+    owner = type(model).__name__
+    kind = f"{type(head).__module__}.{type(head).__qualname__}"
+    if type(head) is not nn.Linear and not (isinstance(head, nn.Linear) and isinstance(head, FSDPModule)):
+        return f"the output head of {owner} is a {kind}, and only of an nn.Linear is it known what it computes"
+    if isinstance(head, FSDPModule):
+        return "FSDP gathers the output head's weight for its own forward alone. Shard it with the whole model"
+    if hasattr(head, "parametrizations"):
+        return f"the weight of {owner}'s output head is parametrized"
+    sharding = sharding_of(head)
+    if sharding in ("zero3", "fsdp1"):
+        return f"the output head's weight is gathered by {sharding} for its own forward alone"
+    if sharding == "fsdp2" and not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return "the output head's weight is split by tensor parallelism"
+    if attachments(head):
+        return "the output head has hooks or a forward of its own, which expect its logits"
+    if "self.loss_function(" not in _forward_source(type(model)):  # type: ignore[arg-type]  # a metaclass is hashable
+        return f"{owner}'s forward computes its loss in code of its own"
+    if inspect.unwrap(model.loss_function) is not ForCausalLMLoss:
+        return f"the loss of {owner} is not Transformers' ForCausalLMLoss"
     return None
 
 

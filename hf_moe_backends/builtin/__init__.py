@@ -11,6 +11,7 @@ from hf_moe_backends.spec import (
     BackendSpec,
     Capabilities,
     Kind,
+    Option,
     Requirement,
 )
 
@@ -54,6 +55,15 @@ def hf_moe_backends_register() -> list[BackendSpec]:
             requires=(_TORCH, _TRANSFORMERS),
             install=_INSTALL,
             priority=-10,
+        ),
+        BackendSpec(
+            kind="loss",
+            name="chunked",
+            target="hf_moe_backends.builtin.loss.chunked:chunked",
+            capabilities=Capabilities(devices=_TESTED, dtypes=_FLOATS, compile=False, fuses_head=True),
+            requires=(_TORCH, _TRANSFORMERS),
+            options=(Option(name="chunk", type=int, default=1024, help="tokens whose logits exist at a time"),),
+            install=_INSTALL,
         ),
     ]
     return ours + [
