@@ -15,11 +15,12 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready lint
 	$(BIN)/python $(PYTEST)
-	cd conformance && ../$(BIN)/python -m pytest
+	cd conformance && ../$(BIN)/python $(PYTEST)
 
-# The core on the oldest supported Transformers.
+# The same on the oldest supported Transformers.
 test-oldest: $(OLDEST_VENV)/ready
 	$(OLDEST_VENV)/bin/python $(PYTEST)
+	cd conformance && ../$(OLDEST_VENV)/bin/python $(PYTEST)
 
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -m slow
@@ -37,10 +38,10 @@ $(VENV)/ready: pyproject.toml conformance/pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --editable conformance --group dev
 	touch $@
 
-$(OLDEST_VENV)/ready: pyproject.toml constraints-oldest.txt
+$(OLDEST_VENV)/ready: pyproject.toml conformance/pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(OLDEST_VENV)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable . --group test
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable . --editable conformance --group test
 	touch $@
 
 clean:

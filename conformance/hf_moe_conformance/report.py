@@ -148,17 +148,13 @@ def without_folders(text: str) -> str:
     Reports are shown to others, whom the folders of the machine tell nothing.
     """
     libraries = [sysconfig.get_path("stdlib"), *sys.path]
-    # editable installs need not be on `sys.path`
-    packages = [str(Path(m.__path__[0]).parent) for m in list(sys.modules.values()) if _is_top_package(m)]
+    # Editable installs need not be on `sys.path`. `vars`, since modules that load lazily import at a mere `getattr`.
+    paths = [vars(module).get("__path__") for name, module in list(sys.modules.items()) if "." not in name]
+    packages = [str(Path(path[0]).parent) for path in paths if isinstance(path, list) and path]
     roots = {root.rstrip("/") for root in libraries + packages if root.startswith("/") and root.strip("/")}
     for root in sorted(roots, key=len, reverse=True):  # the innermost first
         text = re.sub(rf"(?<![\w.:/-]){re.escape(root)}/", "", text)
     return _PATH.sub(lambda found: found[0].rstrip("/").rpartition("/")[2], text)
-
-
-def _is_top_package(module: Any) -> bool:
-    path = getattr(module, "__path__", None)
-    return isinstance(path, list) and bool(path) and "." not in module.__name__
 
 
 _NAMES = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
