@@ -24,9 +24,9 @@ def collect(
     seeds: Iterable[int],
     say: Callable[[str], None] = lambda text: None,
 ) -> Scores:
-    """Run every check that measures in units of eager's error, whatever its outcome, on each seed.
+    """Run every check that measures in units of eager's error on each seed.
 
-    Whole models are left out, since their unit is fixed, and so are cells that end in an exception.
+    Whole models are left out, since their unit is fixed, and so is what a backend does not claim and was tried on.
     """
     found: Scores = defaultdict(list)
     seeds = list(seeds)
@@ -37,6 +37,8 @@ def collect(
             for cell in cells_of(subject):
                 if not cell.check.name.startswith("model/"):
                     result = here.run(cell)
+                    if result.status == "unsupported":
+                        continue
                     found[name, device, result.dtype] += result.measures
             say(f"{kind}={name}, seed {seed}: {sum(len(v) for k, v in found.items() if k[0] == name)} measures")
     return dict(found)

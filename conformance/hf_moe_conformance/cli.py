@@ -55,7 +55,7 @@ def run(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one cell may take.")] = 120.0,
     as_of: Annotated[str | None, typer.Option(help="Only checks that this version of the suite had already.")] = None,
 ) -> None:
-    """Test one backend. Exits with 0 when all is well, 1 when a cell fails, 2 when there was nothing to test.
+    """Test one backend. Exits with 0 when all is well, 1 when a cell fails, 2 when nothing was tested.
 
     Cells run in a worker process: a hang, a crash or an import error of the backend is recorded and the run goes on.
     """
@@ -83,8 +83,7 @@ def run(
     if report is not None:
         found.save(report)
     _print(found)
-    if found.failed:
-        raise typer.Exit(FAILED)
+    _exit_as([found])
 
 
 @app.command()
@@ -92,7 +91,7 @@ def matrix(
     reports: Annotated[list[Path], typer.Argument(metavar="REPORT...", help="JSON files that `run` wrote.")],
     html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page to this file.")] = None,
 ) -> None:
-    """Show reports as matrices of checks x dtype x layout. Exits with 1 when a cell of any of them failed."""
+    """Show reports as matrices of checks x dtype x layout. Exits as the runs did, with 1 where one of them failed."""
     try:
         found = [Report.load(path) for path in reports]
     except ValueError as error:
@@ -102,8 +101,7 @@ def matrix(
         _print(report)
     if html is not None:
         html.write_text(matrices.page(found))
-    if any(report.failed for report in found):
-        raise typer.Exit(FAILED)
+    _exit_as(found)
 
 
 @app.command()
@@ -168,6 +166,17 @@ def _print(report: Report) -> None:
     console = Console(width=None if sys.stdout.isatty() else 400, highlight=False)
     for table in matrices.tables(report):
         console.print(table)
+
+
+def _exit_as(reports: list[Report]) -> None:
+    """End with the exit code of these runs."""
+    empty = [report for report in reports if report.empty]
+    for report in empty:
+        typer.echo(f"{report.title}: no cell passed or failed ({matrices.summary(report)})", err=True)
+    if any(report.failed for report in reports):
+        raise typer.Exit(FAILED)
+    if empty:
+        raise typer.Exit(UNUSABLE)
 
 
 def _kind_and_name(backend: str) -> tuple[Any, str]:

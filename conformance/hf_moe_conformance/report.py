@@ -5,9 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import platform
+import re
+import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,7 @@ class Report:
         device: its type and name.
         seed: repeats the run.
         limits: the measures' limits that were applied.
-        results: one a cell.
+        results: one a cell. Their messages name files by their place in a package, as `torch/nn/functional.py`.
     """
 
     subject: dict[str, Any]
@@ -82,7 +85,7 @@ class Report:
                 "gain_least": measures.GAIN_LEAST,
                 "gain_sigmas": measures.GAIN_SIGMAS,
             },
-            results=tuple(results),
+            results=tuple(replace(r, message=without_folders(r.message)) for r in results),
         )
 
     @property
@@ -99,10 +102,14 @@ class Report:
         return Counter(result.status for result in self.results)
 
     @property
+    def empty(self) -> bool:
+        """Whether nothing was tested: not one cell passed or failed. A backend that refuses all cells is not right."""
+        return all(result.status in ("unsupported", "unavailable") for result in self.results)
+
+    @property
     def failed(self) -> bool:
-        """Whether the run fails: a bad status, or not one cell that was truly run."""
-        ran = any(result.status in ("pass", "xfail", "unsupported") for result in self.results)
-        return not ran or any(result.status in BAD for result in self.results)
+        """Whether a cell has a bad status. A run that is `empty` does not pass either."""
+        return any(result.status in BAD for result in self.results)
 
     def save(self, path: Path) -> None:
         """Write JSON, gzipped where the name ends in `.gz`."""
@@ -129,6 +136,25 @@ class Report:
         found = _numbers({name: value for name, value in values.items() if name != "format"})
         found["results"] = tuple(Result.from_dict(r) for r in found["results"])
         return cls(**{**found, "tiers": tuple(found["tiers"])})
+
+
+# in quotes a folder's name may have spaces
+_PATH = re.compile(r"""(?<=")/[^"\n]+(?=")|(?<![\w.:/])/(?:[^\s/"'<>()\[\],:]+/)+[^\s/"'<>()\[\],:]*""")
+
+
+def without_folders(text: str) -> str:
+    """The text with each absolute path cut to what is inside its package, or to its last part.
+
+    Reports are shown to others, whom the folders of the machine tell nothing.
+    """
+    libraries = [sysconfig.get_path("stdlib"), *sys.path]
+    # Editable installs need not be on `sys.path`. `vars`, since modules that load lazily import at a mere `getattr`.
+    paths = [vars(module).get("__path__") for name, module in list(sys.modules.items()) if "." not in name]
+    packages = [str(Path(path[0]).parent) for path in paths if isinstance(path, list) and path]
+    roots = {root.rstrip("/") for root in libraries + packages if root.startswith("/") and root.strip("/")}
+    for root in sorted(roots, key=len, reverse=True):  # the innermost first
+        text = re.sub(rf"(?<![\w.:/-]){re.escape(root)}/", "", text)
+    return _PATH.sub(lambda found: found[0].rstrip("/").rpartition("/")[2], text)
 
 
 _NAMES = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}

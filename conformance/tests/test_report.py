@@ -9,7 +9,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hf_moe_conformance import matrix
+import torch
+from hf_moe_conformance import matrix, measures
 from hf_moe_conformance.cli import app
 from hf_moe_conformance.measures import Measure
 from hf_moe_conformance.report import Report
@@ -80,12 +81,22 @@ def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
         (["pass", "fail"], True),
         (["pass", "error"], True),
         (["pass", "xpass"], True),
-        (["unavailable"], True),
     ],
 )
 def test_when_a_run_fails(statuses: list[Status], failed: bool) -> None:
     results = [result(status, layout=str(i)) for i, status in enumerate(statuses)]
-    assert report(*results).failed is failed
+    assert report(*results).failed is failed and not report(*results).empty
+
+
+@pytest.mark.parametrize("statuses", [["unavailable"], ["unsupported"], ["unavailable", "unsupported"]])
+def test_a_run_in_which_nothing_passed_or_failed_is_a_run_of_nothing(tmp_path: Path, statuses: list[Status]) -> None:
+    found = report(*[result(status, layout=str(i)) for i, status in enumerate(statuses)])
+    assert found.empty
+    found.save(tmp_path / "nothing.json")
+    done = CliRunner().invoke(app, ["matrix", str(tmp_path / "nothing.json")])
+    assert done.exit_code == 2 and "no cell passed or failed" in done.output
+    report(result("fail")).save(tmp_path / "failed.json")
+    assert CliRunner().invoke(app, ["matrix", *map(str, sorted(tmp_path.iterdir()))]).exit_code == 1
 
 
 def test_a_report_of_nothing_raises() -> None:
@@ -135,6 +146,38 @@ def test_the_command_runs_reports_and_shows(tmp_path: Path) -> None:
 
     report(result("fail")).save(path)
     assert runner.invoke(app, ["matrix", str(path)]).exit_code == 1
+
+
+def test_the_command_says_when_nothing_was_tested(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    # captured CUDA graphs mean nothing on a CPU
+    done = CliRunner().invoke(app, ["run", "experts=loop", "-k", "mode/cuda_graph[", "--report", str(path)])
+    assert done.exit_code == 2 and "no cell passed or failed" in done.output and Report.load(path).empty
+
+
+def test_reports_hold_no_folders_of_the_machine(tmp_path: Path) -> None:
+    plugin = tmp_path / "a folder" / "kernel.py"
+    message = f"""RuntimeError: of its own at {torch.__path__[0]}/nn/functional.py:7139
+  File "{measures.__file__}", line 3 in measure
+  File "{json.__file__}", line 9
+  File "{plugin}", line 1 in kernel
+  at /home/somebody/build/kernel.cu:12, in ./here/x.py, 1/2 or https://example.org/a/b"""
+    report(replace(result("error"), message=message)).save(tmp_path / "r.json")
+    found = Report.load(tmp_path / "r.json").results[0].message
+    assert found.splitlines() == [
+        "RuntimeError: of its own at torch/nn/functional.py:7139",
+        '  File "hf_moe_conformance/measures.py", line 3 in measure',
+        '  File "json/__init__.py", line 9',
+        '  File "kernel.py", line 1 in kernel',
+        "  at kernel.cu:12, in ./here/x.py, 1/2 or https://example.org/a/b",
+    ]
+
+
+def test_a_stack_in_a_report_has_no_folders(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    CliRunner().invoke(app, ["run", "experts=eager", "-k", "edge/int32_ids[float32", "--report", str(path)])
+    message = Report.load(path).results[0].message
+    assert " at transformers/models/qwen3_moe/modeling_qwen3_moe.py:" in message
 
 
 def test_the_command_fails_on_a_failure_and_takes_it_when_expected(tmp_path: Path) -> None:
