@@ -11,6 +11,7 @@ from hf_moe_backends.spec import (
     BackendSpec,
     Capabilities,
     Kind,
+    Option,
     Requirement,
 )
 
@@ -54,6 +55,23 @@ def hf_moe_backends_register() -> list[BackendSpec]:
             requires=(_TORCH, _TRANSFORMERS),
             install=_INSTALL,
             priority=-10,
+        ),
+        BackendSpec(
+            kind="dispatcher",
+            name="allgather",
+            target="hf_moe_backends.builtin.dispatch.allgather:AllGather",
+            capabilities=Capabilities(devices=_TESTED, dtypes=_FLOATS),
+            requires=(_TORCH, _TRANSFORMERS),
+            options=(
+                Option(
+                    name="equal_lengths",
+                    type=bool,
+                    default=False,
+                    help="every rank has as many tokens in every call; CUDA graphs need it",
+                ),
+            ),
+            install=_INSTALL,
+            priority=50,
         ),
     ]
     return ours + [
