@@ -553,7 +553,7 @@ class SwapDispatcher(Edit):
         loaded = self._load()
         target = partial(loaded, **self.options) if self.options else loaded
         if is_dispatcher(loaded):
-            return partial(Dispatched, target)
+            return partial(Dispatched, target, "negative_ids" in self.backend.spec.hands)
         if not HAS_IMPLEMENTATIONS:
             raise PlanError(
                 f"{self._label} ({self.backend.plugin.label}): {self.backend.spec.target} has no dispatch and combine. "

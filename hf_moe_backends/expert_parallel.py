@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import transformers
@@ -21,6 +22,8 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from hf_moe_backends.registry import registry
 
 HAS_IMPLEMENTATIONS = Version(transformers.__version__) >= Version("5.23")
 """Whether this Transformers has `EPImplementationInterface`."""
@@ -57,13 +60,24 @@ def is_dispatcher(target: Any) -> bool:
 class Dispatched:
     """A dispatcher around experts, in the form of Transformers' `EPImplementation`."""
 
-    def __init__(self, target: Callable[..., Dispatcher], experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh):
+    def __init__(
+        self,
+        target: Callable[..., Dispatcher],
+        negative_ids: bool,
+        experts: nn.Module,
+        ep_mesh: DeviceMesh,
+        tp_mesh: DeviceMesh,
+    ):
+        self.experts: Any = experts
+        self.negative_ids = negative_ids
         self.dispatcher = target(experts, ep_mesh, tp_mesh)
         self.experts_forward: ExpertsForward = experts.forward
         self.ep_mesh, self.tp_mesh = ep_mesh, tp_mesh
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         rows, local, shares, state = self.dispatcher.dispatch(x, ids, weights)
+        if self.negative_ids and not takes_negative_ids(getattr(self.experts.config, "_experts_implementation", None)):
+            local = local.masked_fill(local < 0, self.experts.num_experts)
         if rows.shape[0]:
             y = self.experts_forward(rows, local, shares)
         else:
@@ -71,6 +85,18 @@ class Dispatched:
             row, share = rows.sum(0, keepdim=True), shares.sum().reshape(1, 1)
             y = self.experts_forward(row, local.new_zeros(1, 1), share)[:0]
         return self.dispatcher.combine(y, state)
+
+
+@cache
+def takes_negative_ids(implementation: str | None) -> bool:
+    """Whether the experts backend that has this name in a config declares ids of -1.
+
+    Asked at each call: `set_experts_implementation` may have changed it, and stock code returns zeros on them in
+    silence.
+    """
+    name = (implementation or "").partition("{")[0]
+    found = [backend for backend in registry().of_kind("experts") if backend.spec.name == name]
+    return len(found) == 1 and "negative_ids" in found[0].spec.capabilities.features
 
 
 @dataclass(frozen=True, kw_only=True)

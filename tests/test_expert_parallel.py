@@ -1,0 +1,133 @@
+"""Dispatchers on 2 ranks against one process, family by family, and what they hand to experts backends.
+
+The conformance suite has the layouts, routings and edges; here are the families, whose blocks differ around the
+experts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hf_moe_conformance import ranks, zoo
+from hf_moe_conformance.checks import dispatcher_ranks
+from hf_moe_conformance.checks.dispatcher_ranks import Refused, Sharded
+from packaging.version import Version
+from torch import Tensor, nn
+
+from hf_moe_backends.expert_parallel import Dispatched, takes_negative_ids
+
+VERSION = Version(transformers.__version__)
+LIMIT = 1e-5
+
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "nemotron_h", "olmoe", "glm4_moe")
+QUICK = ("qwen3_moe",)
+
+
+def layouts() -> dict[str, dict[str, Any]]:
+    """2 ranks that share a batch, and where this version can be right with it 2 that have one each."""
+    if Version("5.19") > VERSION:
+        return {"shared": {"tp_size": 2, "enable_expert_parallel": True}}
+    shared = {"shared": {"tp_size": 2, "ep_size": 2}}
+    # 5.20 to 5.22 make the experts' gradients too large there
+    return shared | ({"own": {"fsdp_size": 2, "ep_size": 2}} if Version("5.23") <= VERSION else {})
+
+
+@pytest.mark.parametrize("layout", layouts())
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
+def test_allgather_is_one_process(family: str, layout: str, tmp_path: Path) -> None:
+    if family == "nemotron_h" and Version("5.21") > VERSION:
+        pytest.skip("Transformers has no EP plan for nemotron_h through 5.20")
+    sizes = layouts()[layout]
+    batches = sizes.get("fsdp_size", 1)
+    model = zoo.build(family)
+    model.save_pretrained(tmp_path)
+    name = type(model).__name__
+    model = getattr(transformers, name).from_pretrained(tmp_path, experts_implementation="grouped_mm").train()
+    inputs, cotangents, logits = [], [], []
+    for batch in range(batches):
+        inputs.append(zoo.sample_inputs(model, length=9 + 4 * batch, seed=batch))
+        y = zoo.output(model, inputs[-1])
+        cotangents.append(torch.randn(y.shape, generator=torch.Generator().manual_seed(batch)))
+        torch.autograd.backward(y, cotangents[-1])
+        logits.append(y.detach())
+    expected = {n: None if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+    sharded = Sharded(
+        path=str(tmp_path),
+        model_class=name,
+        dtype=torch.float32,
+        sizes=sizes,
+        batches=batches,
+        backend={"dispatcher": "allgather"},
+        training=True,
+    )
+    of = [rank * batches // 2 for rank in range(2)]
+    found = ranks.world("cpu", 2).run(
+        dispatcher_ranks.whole_model, [(sharded, inputs[of[rank]], cotangents[of[rank]]) for rank in range(2)]
+    )
+    for rank, got in enumerate(found):
+        assert not isinstance(got, Refused), got
+        assert relative(got["y"], logits[of[rank]]) < LIMIT
+        for parameter, gradient in expected.items():
+            assert (got[parameter] is None) == (gradient is None), parameter
+            if gradient is not None:
+                assert relative(got[parameter], gradient) < LIMIT, parameter
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).norm() / expected.norm().clamp_min(1e-12))
+
+
+class Experts(nn.Module):
+    """It keeps what it was called with."""
+
+    num_experts = 4
+
+    def __init__(self, implementation: str):
+        super().__init__()
+        self.config = type("Config", (), {"_experts_implementation": implementation})()
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        self.called = x, ids, weights
+        return x * weights.sum(-1, keepdim=True)
+
+
+class Negative:
+    """It hands on what it gets, -1 included."""
+
+    def __init__(self, *arguments: Any):
+        pass
+
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        return x, ids, weights, None
+
+    def combine(self, y: Tensor, state: None) -> Tensor:
+        return y
+
+
+@pytest.mark.parametrize("implementation, handed", [("torch_mm", -1), ("grouped_mm", 4), ("unknown", 4)])
+def test_ids_of_minus_one_become_sentinels_for_who_does_not_declare_them(implementation: str, handed: int) -> None:
+    experts = Experts(implementation)
+    mesh: Any = None
+    ids = torch.tensor([[0, -1], [3, 2]])
+    Dispatched(Negative, True, experts, mesh, mesh)(torch.ones(2, 3), ids, torch.ones(2, 2))
+    assert experts.called[1].tolist() == [[0, handed], [3, 2]]
+    assert takes_negative_ids(implementation) == (handed == -1)
+
+
+def test_without_rows_the_backward_runs_through_the_experts() -> None:
+    experts = Experts("torch_mm")
+    mesh: Any = None
+    x, weights = torch.ones(0, 3, requires_grad=True), torch.ones(0, 2, requires_grad=True)
+    y = Dispatched(Negative, False, experts, mesh, mesh)(x, torch.empty(0, 2, dtype=torch.long), weights)
+    assert y.shape == (0, 3)
+    row, ids, share = experts.called
+    assert row.shape == (1, 3) and ids.tolist() == [[0]] and share.tolist() == [[0.0]]
+    y.sum().backward()
+    assert x.grad is not None and weights.grad is not None
