@@ -18,6 +18,7 @@ from hf_moe_conformance.checks.dispatcher_ranks import Refused, Sharded
 from packaging.version import Version
 from torch import Tensor, nn
 
+from hf_moe_backends import BackendConfig, get_moe_backend, reset_moe_backend, set_moe_backend
 from hf_moe_backends.expert_parallel import Dispatched, takes_negative_ids
 
 VERSION = Version(transformers.__version__)
@@ -82,6 +83,58 @@ def test_allgather_is_one_process(family: str, layout: str, tmp_path: Path) -> N
 
 def relative(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / expected.norm().clamp_min(1e-12))
+
+
+def there_and_back(sharded: Sharded, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    """On each rank: what runs under stock, under allgather, under the stock name and after a reset."""
+    model = dispatcher_ranks.load(sharded)
+    model.eval()
+
+    def forwards() -> list[Any]:
+        return [vars(module).get("forward") for module in model.modules()]
+
+    def logits() -> Tensor:
+        with torch.no_grad():
+            return zoo.output(model, inputs)
+
+    before, stock = forwards(), logits()
+    set_moe_backend(model, BackendConfig(dispatcher="allgather"))
+    changed = sum(one is not other for one, other in zip(before, forwards(), strict=True))
+    ours = logits()
+    name = "all_reduce" if Version("5.19") > VERSION else "all_to_all"
+    set_moe_backend(model, BackendConfig(dispatcher=name))
+    named = get_moe_backend(model).dispatcher == name
+    again = logits()
+    reset_moe_backend(model)
+    same = all(one is other for one, other in zip(before, forwards(), strict=True))
+    return {
+        "changed": changed,
+        "ours": relative(ours, stock),
+        "named": named,
+        "again": relative(again, stock),
+        "same": same,
+        "after": torch.equal(logits(), stock),
+    }
+
+
+def test_swapped_and_restored(tmp_path: Path) -> None:
+    model = zoo.build("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    sharded = Sharded(
+        path=str(tmp_path),
+        model_class=type(model).__name__,
+        dtype=torch.float32,
+        sizes=layouts()["shared"],
+        batches=1,
+        backend={},
+        training=False,
+    )
+    arguments = [(sharded, zoo.sample_inputs(model))] * 2
+    routers = 2 if Version("5.19") > VERSION else 0  # those of 5.17 and 5.18 slice what they choose
+    for found in ranks.world("cpu", 2).run(there_and_back, arguments):
+        assert found["changed"] == 2 + routers
+        assert found["ours"] < LIMIT and found["again"] < LIMIT
+        assert found["named"] and found["same"] and found["after"]
 
 
 class Experts(nn.Module):
