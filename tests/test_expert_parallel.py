@@ -6,20 +6,37 @@ experts.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from hf_moe_conformance import ranks, zoo
 from hf_moe_conformance.checks import dispatcher_ranks
 from hf_moe_conformance.checks.dispatcher_ranks import Refused, Sharded
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from hf_moe_backends import BackendConfig, get_moe_backend, reset_moe_backend, set_moe_backend
+from hf_moe_backends import (
+    BackendConfig,
+    BackendSpec,
+    BackendUnavailable,
+    get_moe_backend,
+    reset_moe_backend,
+    set_moe_backend,
+)
+from hf_moe_backends.builtin.dispatch.allgather import AllGather
+from hf_moe_backends.discovery import Plugin
 from hf_moe_backends.expert_parallel import Dispatched, takes_negative_ids
+from hf_moe_backends.registry import Registry
+from hf_moe_backends.selection import select
+from hf_moe_backends.spec import KINDS
+from hf_moe_backends.survey import survey
 
 VERSION = Version(transformers.__version__)
 LIMIT = 1e-5
@@ -135,6 +152,78 @@ def test_swapped_and_restored(tmp_path: Path) -> None:
         assert found["changed"] == 2 + routers
         assert found["ours"] < LIMIT and found["again"] < LIMIT
         assert found["named"] and found["same"] and found["after"]
+
+
+def handed(lengths: list[int]) -> dict[str, Tensor]:
+    """On each rank: what its experts get of 4 experts, 2 a rank, from batches of these lengths."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "ep"))
+    experts = nn.Module()
+    experts.num_experts = 2  # type: ignore[assignment]
+    dispatcher = AllGather(experts, mesh["ep"], mesh["tp"])
+    tokens = lengths[dist.get_rank()]
+    ids = torch.tensor([[0, 3], [2, 3], [1, 0]])[:tokens]
+    rows, ids, weights, state = dispatcher.dispatch(torch.ones(tokens, 4), ids, torch.ones(tokens, 2))
+    return {"ids": ids, "weights": weights, "back": dispatcher.combine(rows, state)}
+
+
+@pytest.mark.parametrize("lengths", [[3, 1], [0, 2], [0, 0]])
+def test_a_pair_for_another_rank_is_a_sentinel_without_weight(lengths: list[int]) -> None:
+    found = ranks.world("cpu", 2).run(handed, [(lengths,)] * 2)
+    longest = max(1, *lengths)
+    for rank, got in enumerate(found):
+        assert got["ids"].shape == (2 * longest, 2) and got["back"].shape == (lengths[rank], 4)
+        assert torch.equal(got["weights"], (got["ids"] < 2).float())
+    whole = sum(int((got["ids"] < 2).sum()) for got in found)
+    assert whole == 2 * sum(lengths)  # every pair is one rank's
+
+
+@pytest.mark.parametrize(
+    "version, sizes, refused",
+    [
+        ("5.22.0", (2, 1, 2), True),
+        ("5.20.0", (2, 2, 4), True),
+        ("5.22.0", (4, 1, 2), False),
+        ("5.22.0", (1, 2, 2), False),
+        ("5.23.0", (2, 1, 2), False),
+        ("5.19.0", (2, 1, 2), False),
+    ],
+)
+def test_gradients_that_stock_makes_too_large_are_refused(
+    version: str, sizes: tuple[int, int, int], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo.build("qwen3_moe")
+    for layer in model.model.layers:
+        layer.mlp.experts._is_expert_parallel = True
+    monkeypatch.setattr(transformers, "__version__", version)
+    names = ("fsdp_size", "tp_size", "ep_size")
+    model.config.distributed_config = SimpleNamespace(**dict(zip(names, sizes, strict=True)))
+    blocked = [site.demand.blocked for site in survey(model)["dispatcher"]]
+    assert len(blocked) == 2 and len(set(blocked)) == 1
+    if refused:
+        assert re.search(rf"gradients {sizes[0]} times too large .*transformers>=5\.23", str(blocked[0]))
+    else:
+        assert blocked == [None, None]
+
+
+@pytest.mark.parametrize("hands, fits", [(frozenset(), True), (frozenset({"sentinels"}), False)])
+def test_experts_must_take_what_the_dispatcher_hands(hands: frozenset[str], fits: bool) -> None:
+    """Whether they are asked for with it or stay as they are."""
+
+    def spec(kind: Any, name: str, **more: Any) -> BackendSpec:
+        return BackendSpec(kind=kind, name=name, target="a:b", **more)
+
+    backends = spec("dispatcher", "carries", hands=hands), spec("experts", "plain")  # it declares no sentinels
+    known = Registry([Plugin(distribution="mine", version="1", entry_point="mine", specs=backends)])
+    model = zoo.build("qwen3_moe")
+    for layer in model.model.layers:
+        layer.mlp.experts._is_expert_parallel = True
+    sites = survey(model)
+    for config in (BackendConfig(dispatcher="carries", experts="plain"), BackendConfig(dispatcher="carries")):
+        if fits:
+            assert select(config, sites, known, current={"experts": "plain"})[KINDS.index("dispatcher")].backend
+        else:
+            with pytest.raises(BackendUnavailable, match="does not support expert-parallel sentinels"):
+                select(config, sites, known, current={"experts": "plain"})
 
 
 class Experts(nn.Module):
