@@ -22,6 +22,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_moe_backends.errors import PlanError
+from hf_moe_backends.expert_parallel import (
+    HAS_IMPLEMENTATIONS,
+    Dispatched,
+    install,
+    is_dispatcher,
+    sharded,
+    slicing_routers,
+)
 from hf_moe_backends.lazy_logits import FusedLossFunction, lazy_forward
 from hf_moe_backends.registry import Backend
 from hf_moe_backends.spec import STOCK_NAMES, AttentionBackend, FusedLoss
@@ -546,37 +554,54 @@ def _is_lazy(head: nn.Module) -> bool:
 
 @dataclass
 class SwapDispatcher(Edit):
-    """The `EPImplementation` of experts that are already sharded over ranks (Transformers 5.23 on)."""
+    """Another dispatcher under experts that are already sharded over ranks."""
 
     swapped: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
     """Of each site the forward that it had and the one in its place."""
 
+    routers: list[tuple[nn.Module, Any]] = field(default_factory=list, repr=False)
+    """Those that sliced what they chose (5.17, 5.18), with the forward that did."""
+
     @property
     def hook(self) -> str:
-        return "EPImplementationInterface"
+        return "EPImplementationInterface" if HAS_IMPLEMENTATIONS else "the forward that Transformers' style installed"
 
     def check(self) -> None:
-        try:
-            from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: F401
-        except ImportError:
-            raise PlanError(
-                f"{self._label}: choosing a dispatcher needs transformers>=5.23, which has EPImplementationInterface"
-            ) from None
         for site in self.sites:
-            if current_dispatcher(site.module) is None:
+            if sharded(site.module) is None:
                 raise PlanError(f"{self._label}: {site.name} is sharded by something else than ep_dispatch_experts")
 
-    def register(self) -> None:
-        from transformers.distributed.expert_parallel import EPImplementationInterface
+    @property
+    def _in_place(self) -> bool:
+        """Whether this is what stock's own forward does, where it can do but one thing (before 5.23)."""
+        return self._is_stock() and not HAS_IMPLEMENTATIONS
 
-        if not self._is_stock():
-            dispatcher = partial(self._load(), **self.options) if self.options else self._load()
-            register_function(self.key, self.backend.spec.target, (EPImplementationInterface, dispatcher))
+    def register(self) -> None:
+        if self._is_stock():
+            return
+        target = self._target()
+        if HAS_IMPLEMENTATIONS:
+            from transformers.distributed.expert_parallel import EPImplementationInterface
+
+            register_function(self.key, self.backend.spec.target, (EPImplementationInterface, target))
+
+    def _target(self) -> Callable[..., Any]:
+        """What constructs an `EPImplementation` of Transformers' form."""
+        loaded = self._load()
+        target = partial(loaded, **self.options) if self.options else loaded
+        if is_dispatcher(loaded):
+            return partial(Dispatched, target, "negative_ids" in self.backend.spec.hands)
+        if not HAS_IMPLEMENTATIONS:
+            raise PlanError(
+                f"{self._label} ({self.backend.plugin.label}): {self.backend.spec.target} has no dispatch and combine. "
+                "A dispatcher of Transformers' own form, one whole call, needs transformers>=5.23"
+            )
+        return target
 
     def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
-        from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
-
-        style = EpDispatchExpertsParallel()
+        if self._in_place:
+            return
+        target = None if self._is_stock() else self._target()
         # back in force after a plan that was only made or is over: the same dispatchers, which may own buffers and
         # whose constructors may communicate
         before = {id(old): new for old, new in self.swapped}
@@ -587,39 +612,34 @@ class SwapDispatcher(Edit):
             new = before.get(id(old))
             self.swapped.append((old, new))
             if new is None:
-                running = current_dispatcher(site.module)
-                assert running is not None
-                # the style captures module.forward as the experts' own, so the class's forward must be visible to it
-                del state["forward"]
-                style.install_forward(site.module, running.ep_mesh, tp_mesh=running.tp_mesh, ep_implementation=self.key)
+                now = sharded(site.module)
+                assert now is not None
+                install(site.module, now, self.key, target)
                 self.swapped[-1] = old, state["forward"]
             else:
                 state["forward"] = new
+        self.routers = [(router, vars(router).pop("forward")) for router in slicing_routers(root)]
 
     def check_revert(self, root: nn.Module) -> None:
-        for site, (_, new) in zip(self.sites, self.swapped, strict=True):
+        for site, (_, new) in zip(self.sites, self.swapped, strict=not self._in_place):
             if vars(site.module).get("forward") is not new:
                 raise PlanError(
                     f"{self._label} cannot be undone: {site.name} was hooked since, and the hook would be lost. "
                     "Remove it first, or load again."
                 )
+        for router, _ in self.routers:
+            if "forward" in vars(router):
+                raise PlanError(
+                    f"{self._label} cannot be undone: a {type(router).__name__} was hooked since, and the hook would "
+                    "be lost. Remove it first, or load again."
+                )
 
     def revert(self, root: nn.Module) -> None:
         for site, (old, _) in zip(self.sites, self.swapped, strict=False):
             vars(site.module)["forward"] = old
-
-
-def current_dispatcher(experts: nn.Module) -> Any:
-    """The `EPImplementation` that a sharded experts module runs on, or None. It lives in stock's forward closure."""
-    forward = vars(experts).get("forward")
-    for name, cell in zip(
-        getattr(getattr(forward, "__code__", None), "co_freevars", ()),
-        getattr(forward, "__closure__", None) or (),
-        strict=True,
-    ):
-        if name == "implementation":
-            return cell.cell_contents
-    return None
+        for router, forward in self.routers:
+            vars(router)["forward"] = forward
+        self.routers = []
 
 
 def has_closure_forward(modules: Iterable[nn.Module]) -> bool:

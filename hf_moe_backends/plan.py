@@ -20,10 +20,10 @@ from hf_moe_backends.edits import (
     SetExperts,
     SetLoss,
     SwapDispatcher,
-    current_dispatcher,
     has_closure_forward,
 )
 from hf_moe_backends.errors import MoeBackendError, PlanError
+from hf_moe_backends.expert_parallel import sharded
 from hf_moe_backends.registry import Registry
 from hf_moe_backends.selection import Choice, select
 from hf_moe_backends.spec import Kind
@@ -236,9 +236,8 @@ def _current(sites: dict[Kind, tuple[Site, ...]]) -> dict[Kind, str | None]:
         names = {getattr(getattr(s.module, "config", None), attribute, None) for s in sites[kind]}  # type: ignore[index]
         current[kind] = names.pop() if len(names) == 1 else None  # type: ignore[index]
     if sites["dispatcher"]:
-        implementation = current_dispatcher(sites["dispatcher"][0].module)
-        names_of = {"AllToAllEP": "all_to_all", "AllReduceEP": "all_reduce"}
-        current["dispatcher"] = names_of.get(type(implementation).__name__)
+        now = sharded(sites["dispatcher"][0].module)
+        current["dispatcher"] = None if now is None else now.stock_name
     return current
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,7 +66,56 @@ def select(
         NoSite: a named backend whose kind has no site in this model.
         BackendUnavailable: a named backend that cannot run this model on this machine.
     """
-    return tuple(_choose(kind, config, sites[kind], registry, current.get(kind), device) for kind in KINDS)
+    dispatcher = _choose("dispatcher", config, sites["dispatcher"], registry, current.get("dispatcher"), device)
+    if dispatcher.backend is not None:
+        sites = {**sites, "experts": _handed(sites["experts"], dispatcher)}
+    choices = {
+        kind: _choose(kind, config, sites[kind], registry, current.get(kind), device)
+        for kind in KINDS
+        if kind != "dispatcher"
+    }
+    _check_experts(dispatcher, choices["experts"], sites["experts"], registry, current.get("experts"), device)
+    return tuple(dispatcher if kind == "dispatcher" else choices[kind] for kind in KINDS)
+
+
+def _handed(sites: tuple[Site, ...], dispatcher: Choice) -> tuple[Site, ...]:
+    """Experts as they are behind this dispatcher: what it hands them is what they must take."""
+    assert dispatcher.backend is not None
+    served = {id(site.module) for site in dispatcher.sites}
+    # ids of -1 become sentinels for who does not declare them
+    demanded = frozenset({"sentinels"}) if dispatcher.backend.spec.hands else frozenset()
+    return tuple(
+        replace(site, demand=replace(site.demand, features=site.demand.features - {"sentinels"} | demanded))
+        if id(site.module) in served
+        else site
+        for site in sites
+    )
+
+
+def _check_experts(
+    dispatcher: Choice,
+    experts: Choice,
+    sites: tuple[Site, ...],
+    registry: Registry,
+    current: str | None,
+    device: str | None,
+) -> None:
+    """The experts backend that stays must take what a new dispatcher hands it.
+
+    Raises:
+        BackendUnavailable: it does not.
+    """
+    if dispatcher.backend is None or experts.backend is not None or current is None:
+        return
+    stays = [backend for backend in registry.of_kind("experts") if backend.spec.name == current]
+    reason = refusal(stays[0], sites, device) if len(stays) == 1 else None
+    if reason:
+        name = dispatcher.backend.spec.name
+        raise BackendUnavailable(
+            f"dispatcher={name!r} cannot serve the experts backend that this model runs on.\n"
+            f"  {current}: {reason}\n"
+            f"  Set one that can with it: BackendConfig(dispatcher={name!r}, experts='torch_mm')"
+        )
 
 
 def check_names(config: BackendConfig, registry: Registry) -> None:

@@ -160,13 +160,18 @@ class BackendSpec:
     - `attn`: an `AttentionBackend`;
     - `linear`, `norm`: `convert(module, **options) -> Module` that holds the same Parameter objects under the same
       names and allocates nothing;
-    - `dispatcher`: a class with the constructor and the call of Transformers' `EPImplementation`;
+    - `dispatcher`: a class as `expert_parallel.Dispatcher` says; from Transformers 5.23 on also one with the
+      constructor and the call of its `EPImplementation`;
     - `loss`: `fn(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs)
       -> scalar`, Transformers' own `loss_function` contract; or a `FusedLoss`, with `fuses_head` in its capabilities.
 
     `probe` names a function of no arguments, `"package.module:attribute"`, that returns why the backend cannot run on
     this machine, or None. `install` is the pip command that makes the backend available. Of the backends that can serve
     a model, `"auto"` takes the one with the highest `priority`. Stock code has 0, so the default is used by name only.
+
+    `hands` says which pairs for other ranks' experts a dispatcher hands to the experts backend: `"sentinels"`,
+    `"negative_ids"` (as in `FEATURES`) or none. Ids of -1 are handed on to experts backends that declare them, and
+    become sentinels for the others.
     """
 
     kind: Kind
@@ -179,6 +184,7 @@ class BackendSpec:
     install: str = ""
     contract: int = CONTRACT
     priority: int = 0
+    hands: frozenset[str] = frozenset({"sentinels"})
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -188,6 +194,8 @@ class BackendSpec:
         for name, path in (("target", self.target), ("probe", self.probe)):
             if path is not None and not all(path.partition(":")):
                 raise ValueError(f"BackendSpec {name}={path!r} must read 'package.module:attribute'")
+        if not self.hands <= {"sentinels", "negative_ids"}:
+            raise ValueError(f"{self.kind}={self.name!r} hands {sorted(self.hands)}; known: negative_ids, sentinels")
         unknown = self.capabilities.features - FEATURES[self.kind].keys()
         if unknown:
             raise ValueError(

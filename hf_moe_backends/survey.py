@@ -11,6 +11,8 @@ from types import MethodType
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -145,6 +147,26 @@ UNDISPATCHED: Mapping[str, tuple[str, str]] = {
 Setting `experts_implementation` on them is accepted by Transformers and does nothing.
 """
 
+
+def _wrong_gradients(model: nn.Module) -> str | None:
+    """Why the experts' gradients are wrong however their tokens travel, or None.
+
+    Transformers 5.20 to 5.22 divide them by the number of batches only where FSDP has ranks to reduce over.
+    """
+    version = Version(transformers.__version__)
+    if not Version("5.20") <= version < Version("5.23"):
+        return None
+    config: Any = getattr(getattr(model, "config", None), "distributed_config", None)
+    fsdp, tp, ep = (getattr(config, name, None) or 1 for name in ("fsdp_size", "tp_size", "ep_size"))
+    if ep == 1 or fsdp == 1 or ep != fsdp * tp:
+        return None
+    return (
+        f"Transformers {version} makes the experts' gradients {fsdp} times too large with fsdp_size={fsdp}, "
+        f"tp_size={tp}, ep_size={ep} (ep_size == fsdp_size * tp_size). Use a smaller ep_size, or "
+        "pip install 'transformers>=5.23,<5.25'"
+    )
+
+
 _ROUTED_GROUPS = ("gate_up_proj", "down_proj")
 
 
@@ -157,6 +179,7 @@ class _Context:
             for child in module.children():
                 self.parent.setdefault(child, module)
         self.fsdp2 = any(isinstance(module, FSDPModule) for module in model.modules())
+        self.wrong_gradients = _wrong_gradients(model)
         self.heads = {
             head for m in model.modules() if isinstance(m, PreTrainedModel) and (head := _output_head(m)) is not None
         }
@@ -166,7 +189,13 @@ class _Context:
         if dispatches_experts(module):
             yield self._experts(name, module)
             if is_expert_parallel(module):
-                demand = Demand(device=_device(module), dtype=_dtype(module), training=module.training, sharding="ep")
+                demand = Demand(
+                    device=_device(module),
+                    dtype=_dtype(module),
+                    training=module.training,
+                    sharding="ep",
+                    blocked=self.wrong_gradients,
+                )
                 yield Site(kind="dispatcher", name=name, module=module, demand=demand)
         elif dispatches_late(module):
             yield self._experts(name, module, late=True)

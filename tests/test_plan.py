@@ -32,6 +32,7 @@ from hf_moe_backends import (
     Option,
     PlanError,
     edits,
+    expert_parallel,
     get_moe_backend,
     moe_backend,
     plan_moe_backend,
@@ -596,10 +597,10 @@ class Toy:
     """A dispatcher for one rank, which has every expert."""
 
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any):
-        self.forward, self.ep_mesh, self.tp_mesh = experts.forward, ep_mesh, tp_mesh
+        self.experts_forward, self.ep_mesh, self.tp_mesh = experts.forward, ep_mesh, tp_mesh
 
     def __call__(self, *args: Tensor) -> Tensor:
-        return self.forward(*args)
+        return self.experts_forward(*args)
 
 
 def constructed(*args: Any) -> Any:
@@ -636,7 +637,7 @@ class TestDispatcher:
         for name, kind in (("mine", "Toy"), ("all_to_all", "AllToAllEP"), ("all_reduce", "AllReduceEP")):
             set_moe_backend(model.model, BackendConfig(dispatcher=name))
             assert get_moe_backend(model.model) == BackendConfig(dispatcher=name)
-            running = [edits.current_dispatcher(layer.mlp.experts) for layer in model.model.model.layers]
+            running = [expert_parallel.sharded(layer.mlp.experts).implementation for layer in model.model.model.layers]
             assert {type(each).__name__ for each in running} == {kind}
             assert torch.allclose(model.run(), model.output, rtol=1e-4, atol=1e-5)
         set_moe_backend(model.model, model.config)
@@ -721,7 +722,7 @@ class TestNoDispatcher:
         model = zoo.build("qwen3_moe")
         for layer in model.model.layers:
             layer.mlp.experts._is_expert_parallel = True
-        match = r"^dispatcher='mine': choosing a dispatcher needs transformers>=5\.23"
+        match = r"^dispatcher='mine': model.layers.0.mlp.experts is sharded by something else"
         Undamaged(model, None).fails(BackendConfig(dispatcher="mine"), match)
 
 

@@ -65,6 +65,23 @@ def hf_moe_backends_register() -> list[BackendSpec]:
             options=(Option(name="chunk", type=int, default=1024, help="tokens whose logits exist at a time"),),
             install=_INSTALL,
         ),
+        BackendSpec(
+            kind="dispatcher",
+            name="allgather",
+            target="hf_moe_backends.builtin.dispatch.allgather:AllGather",
+            capabilities=Capabilities(devices=_TESTED, dtypes=_FLOATS),
+            requires=(_TORCH, _TRANSFORMERS),
+            options=(
+                Option(
+                    name="equal_lengths",
+                    type=bool,
+                    default=False,
+                    help="every rank has as many tokens in every call; CUDA graphs need it",
+                ),
+            ),
+            install=_INSTALL,
+            priority=50,
+        ),
     ]
     return ours + [
         _stock(kind, name) for kind in KINDS for name in sorted(STOCK_NAMES[kind]) if (kind, name) not in LOAD_TIME
@@ -72,7 +89,12 @@ def hf_moe_backends_register() -> list[BackendSpec]:
 
 
 _KERNELS = (Requirement(distribution="kernels"), "pip install kernels")
-_EP = (Requirement(distribution="transformers", version=">=5.23"), "pip install 'transformers>=5.23,<5.25'")
+# one style is all there is before 5.23: the sum in 5.17 and 5.18, the exchange of pairs after
+_NO_SUM = (
+    Requirement(distribution="transformers", version="!=5.19.*,!=5.20.*,!=5.21.*,!=5.22.*"),
+    "pip install 'transformers>=5.23,<5.25'",
+)
+_NO_PAIRS = (Requirement(distribution="transformers", version=">=5.19"), "pip install 'transformers>=5.23,<5.25'")
 _STOCK_REQUIRES: dict[tuple[Kind, str], tuple[Requirement, str]] = {
     ("attn", "flash_attention_2"): (
         Requirement(distribution="flash-attn", import_name="flash_attn"),
@@ -88,8 +110,8 @@ _STOCK_REQUIRES: dict[tuple[Kind, str], tuple[Requirement, str]] = {
     ),
     ("experts", "sonicmoe"): _KERNELS,
     ("experts", "deepgemm"): _KERNELS,
-    ("dispatcher", "all_to_all"): _EP,
-    ("dispatcher", "all_reduce"): _EP,
+    ("dispatcher", "all_to_all"): _NO_PAIRS,
+    ("dispatcher", "all_reduce"): _NO_SUM,
 }
 
 _FLASH = Capabilities(
@@ -139,6 +161,7 @@ def _stock(kind: Kind, name: str) -> BackendSpec:
         capabilities=_STOCK_CAPABILITIES.get((kind, name), everything),
         requires=(_TORCH, _TRANSFORMERS) + ((required[0],) if required else ()),
         install=required[1] if required else _INSTALL,
+        hands=frozenset() if name == "all_to_all" else frozenset({"sentinels"}),
     )
 
 

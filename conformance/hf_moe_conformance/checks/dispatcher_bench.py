@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import nn
 
 from hf_moe_conformance import zoo
@@ -62,7 +63,9 @@ class ParallelLayout(Layout):
     weights: str = "default"
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int | bool]:
+        if Version(transformers.__version__) < Version("5.19"):
+            return {"tp_size": self.tp, "enable_expert_parallel": True}
         return {"fsdp_size": self.fsdp, "tp_size": self.tp, "ep_size": self.ep}
 
     @property
@@ -73,8 +76,8 @@ class ParallelLayout(Layout):
 @cache
 def parallel_layouts() -> tuple[ParallelLayout, ...]:
     def layout(name: str, **how: Any) -> ParallelLayout:
-        sizes = how.get("fsdp", 1) * how.get("tp", 1)
-        return ParallelLayout(name=name, ranks=sizes, missing=_why_missing(), **how)
+        fsdp, tp = how.get("fsdp", 1), how.get("tp", 1)
+        return ParallelLayout(name=name, ranks=fsdp * tp, missing=_why_missing(fsdp, tp, how["ep"]), **how)
 
     biased: dict[str, Any] = {"family": "gpt_oss", "weights": "interleaved"}
     return (
@@ -89,11 +92,13 @@ def parallel_layouts() -> tuple[ParallelLayout, ...]:
     )
 
 
-def _why_missing() -> str | None:
-    try:
-        from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: F401
-    except ImportError:
-        return f"Transformers {transformers.__version__} has no EPImplementationInterface (5.23 has)"
+def _why_missing(fsdp: int, tp: int, ep: int) -> str | None:
+    """Why this version of Transformers cannot load it."""
+    version = Version(transformers.__version__)
+    if version < Version("5.19") and (fsdp > 1 or ep != tp):
+        return f"Transformers {version} spreads experts over the ranks of a TP group only, without FSDP (5.20 has more)"
+    if version < Version("5.20") and ep != tp:
+        return f"Transformers {version} needs ep_size == tp_size (5.20 does not)"
     return None
 
 

@@ -40,7 +40,7 @@ class Sharded:
     path: str
     model_class: str
     dtype: torch.dtype
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, int | bool]
     batches: int
     backend: Mapping[str, Any]
     training: bool
