@@ -85,13 +85,13 @@ KNOWN = (
     Known(
         backend="experts=batched_mm",
         checks=r"grad/d[Wb]_(up|down)",
-        said="rms error|worst row",
+        said=r"\A(d[Wb]_(up|down) .*\n?)+\Z",
         why="Each pair's gradient of its expert's weights is rounded to bfloat16, and so is their running sum",
     ),
     Known(
         backend="experts=grouped_mm",
-        checks=r"grad/db_(up|down)",
-        said="rms error|worst row",
+        checks=r"grad/db_(up|down)|edge/strided_backward",
+        said=r"\A(db_(up|down) .*\n?)+\Z",
         why="Biases are gathered row by row, so that their gradient is a sum in bfloat16 over an expert's tokens",
     ),
     Known(
@@ -115,6 +115,17 @@ KNOWN = (
         "host ([pytorch#169970](https://github.com/pytorch/pytorch/issues/169970))",
     ),
 )
+
+
+ELSEWHERE = (
+    "| `attn=` a function registered without a mask function | 5.17.0, 5.24.0 | CPU | `padding/left`, `packed` "
+    "(`attn=mask_unregistered`, float32-gqa) | rms error 4.84e+06 to 6.93e+06 (relative 0.51 to 0.62), limit 6 "
+    f"| It is handed no mask, in silence ([#45811]({TRANSFORMERS}/pull/45811) warns in the documentation) |",
+    "| stock `ep_dispatch_experts` | 5.20.0, 5.22.0 | CPU | expert gradients with ep == fsdp "
+    "(`tests/test_expert_gradients.py`, float32, two ranks) | 0.5 times the right ones, in 5.23.0 1.0 times "
+    "| They are divided by the number of batches twice: by `fully_shard` and by FSDP2 itself |",
+)
+"""Rows of failures that no report can have: a user's own backend, and versions in which no dispatcher can be set."""
 
 
 class Unexplained(ValueError):
@@ -147,7 +158,7 @@ def stock(reports: Sequence[Report], known: Sequence[Known] = KNOWN) -> str:
             f"| `{known[index].backend}` | {versions} | {where} | {_cells(found)} | {_measured(found)} "
             f"| {known[index].why} |"
         )
-    return "\n".join([*lines, "", _right(ran)])
+    return "\n".join([*lines, *ELSEWHERE, "", _right(ran)])
 
 
 def _reason(report: Report, result: Result, known: Sequence[Known]) -> int:
