@@ -50,7 +50,7 @@ def layouts() -> dict[str, dict[str, Any]]:
     if Version("5.19") > VERSION:
         return {"shared": {"tp_size": 2, "enable_expert_parallel": True}}
     shared = {"shared": {"tp_size": 2, "ep_size": 2}}
-    # 5.20 to 5.22 make the experts' gradients too large there
+    # 5.20 to 5.22 make the experts' gradients too small there
     return shared | ({"own": {"fsdp_size": 2, "ep_size": 2}} if Version("5.23") <= VERSION else {})
 
 
@@ -188,7 +188,7 @@ def test_a_pair_for_another_rank_is_a_sentinel_without_weight(lengths: list[int]
         ("5.19.0", (2, 1, 2), False),
     ],
 )
-def test_gradients_that_stock_makes_too_large_are_refused(
+def test_gradients_that_stock_makes_too_small_are_refused(
     version: str, sizes: tuple[int, int, int], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = zoo.build("qwen3_moe")
@@ -200,7 +200,7 @@ def test_gradients_that_stock_makes_too_large_are_refused(
     blocked = [site.demand.blocked for site in survey(model)["dispatcher"]]
     assert len(blocked) == 2 and len(set(blocked)) == 1
     if refused:
-        assert re.search(rf"gradients {sizes[0]} times too large .*transformers>=5\.23", str(blocked[0]))
+        assert re.search(rf"gradients {sizes[0]} times too small .*transformers>=5\.23", str(blocked[0]))
     else:
         assert blocked == [None, None]
 
