@@ -194,7 +194,8 @@ def test_gradients_that_stock_makes_too_small_are_refused(
     model = zoo.build("qwen3_moe")
     for layer in model.model.layers:
         layer.mlp.experts._is_expert_parallel = True
-    monkeypatch.setattr(transformers, "__version__", version)
+    # of the module that survey has: Transformers puts another in its place in sys.modules
+    monkeypatch.setattr("hf_moe_backends.survey.transformers.__version__", version)
     names = ("fsdp_size", "tp_size", "ep_size")
     model.config.distributed_config = SimpleNamespace(**dict(zip(names, sizes, strict=True)))
     blocked = [site.demand.blocked for site in survey(model)["dispatcher"]]
