@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_moe_backends import AttentionBackend, BackendSpec, Capabilities, hookimpl
+from hf_moe_backends import AttentionBackend, BackendSpec, Capabilities, FusedLoss, hookimpl
 from hf_moe_backends.builtin.experts.loop import loop
 from hf_moe_backends.spec import FEATURES
 
@@ -63,6 +63,7 @@ def mutant(kind: str, *kills: str, on_gpu: tuple[str, ...] = (), among: list[Mut
 @hookimpl
 def hf_moe_backends_register() -> list[BackendSpec]:
     offered = [(m.kind, m.name) for m in MUTANTS] + [("experts", name) for name in BROKEN_PROCESS]
+    offered += [("loss", "fused_right")]
     offered += [(kind, f"right_{kind}") for kind in ("experts", "attn", "linear", "norm", "loss")]
     specs = []
     for kind, name in offered:
@@ -70,6 +71,7 @@ def hf_moe_backends_register() -> list[BackendSpec]:
         capabilities = Capabilities(
             dtypes=frozenset({"float32", "bfloat16"}),
             features=frozenset(FEATURES[kind]) - {"custom"},  # type: ignore[index]
+            fuses_head=name.startswith("fused_"),
         )
         specs.append(BackendSpec(kind=kind, name=name, target=target, capabilities=capabilities))  # type: ignore[arg-type]
     return specs
@@ -1041,6 +1043,59 @@ def loss_breaks(logits: Tensor, labels: Any, vocab_size: int, **how: Any) -> Ten
     if math.isnan(logits.abs().max().item()):
         return logits.sum()
     return right_loss(logits, labels, vocab_size, **how)
+
+
+def fused(*kills: str) -> Callable[[Any], FusedLoss]:
+    """A mutant of `fused_right`, the formula of `FusedLoss` in so many words."""
+
+    def declare(function: Any) -> FusedLoss:
+        return FusedLoss(function=mutant("loss", *kills)(function))
+
+    return declare
+
+
+def fused_formula(hidden: Tensor, weight: Tensor, labels: Tensor, **how: Any) -> Tensor:
+    value = F.linear(hidden, weight, how["bias"]).float() * how["scale"]
+    if how["softcap"] is not None:
+        value = how["softcap"] * torch.tanh(value / how["softcap"])
+    items = how["num_items"]
+    reduction = "mean" if items is None else "sum"
+    loss = F.cross_entropy(value, labels, ignore_index=how["ignore_index"], reduction=reduction)
+    return loss if items is None else loss / items
+
+
+fused_right = FusedLoss(function=fused_formula)
+
+
+@fused("capped[float32-vocabulary_128]", "grad/d_logits[float32-vocabulary_128]")
+def fused_uncapped(hidden: Tensor, weight: Tensor, labels: Tensor, **how: Any) -> Tensor:
+    """The cap is forgotten."""
+    return fused_formula(hidden, weight, labels, **how | {"softcap": None})
+
+
+@fused("capped[float32-vocabulary_128]")
+def fused_unscaled(hidden: Tensor, weight: Tensor, labels: Tensor, **how: Any) -> Tensor:
+    """The scale is forgotten."""
+    return fused_formula(hidden, weight, labels, **how | {"scale": 1.0})
+
+
+@fused("forward[float32-vocabulary_5003]", "grad/d_logits[bfloat16-vocabulary_5003]")
+def fused_unbiased(hidden: Tensor, weight: Tensor, labels: Tensor, **how: Any) -> Tensor:
+    """The head's bias is forgotten."""
+    return fused_formula(hidden, weight, labels, **how | {"bias": None if how["bias"] is None else 0 * how["bias"]})
+
+
+@fused("grad/d_logits[bfloat16-vocabulary_128]", "grad/d_logits[float32-vocabulary_5003]")
+def fused_weight_gradient(hidden: Tensor, weight: Tensor, labels: Tensor, **how: Any) -> Tensor:
+    """The gradient of the head's weight is 2% too large."""
+    return fused_formula(hidden, with_gradient(weight), labels, **how)
+
+
+@fused("forward[float32-vocabulary_128]", "shift_labels[float32-vocabulary_128]")
+def fused_first_chunk(hidden: Tensor, weight: Tensor, labels: Tensor, **how: Any) -> Tensor:
+    """Tokens after the first chunk of 1024 are forgotten."""
+    labels = labels.where(torch.arange(labels.shape[0], device=labels.device) < 1024, how["ignore_index"])
+    return fused_formula(hidden, weight, labels, **how)
 
 
 _CROSS_ENTROPY = F.cross_entropy
