@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_moe_backends.bench import layer as bench
 from hf_moe_backends.builtin.experts.torch_mm import torch_mm
-from hf_moe_backends.kernels import decode, gates, grouped, layer, routing, rows
+from hf_moe_backends.kernels import cross_entropy, decode, gates, grouped, layer, routing, rows
 from hf_moe_backends.recognise import Gate
 
 triton = pytest.importorskip("triton", reason="the Triton kernels need Triton")
@@ -108,6 +108,26 @@ def test_rows(dtype: torch.dtype, hidden: int) -> None:
     for mine, twin in zip(got_back, back, strict=True):
         assert_close(mine, twin)
     assert (got_back[0][p.used :] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 29, 5003])
+@pytest.mark.parametrize("scale, softcap", [(1.0, None), (0.3, None), (1.7, 2.0)])
+def test_cross_entropy(dtype: torch.dtype, columns: int, scale: float, softcap: float | None) -> None:
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(7, columns)).to(DEVICE, dtype)
+    logits[1] *= 1e-3  # where a cap is next to linear
+    labels = torch.randint(columns, (7,), device=DEVICE)
+    labels[4] = -100
+    how: dict[str, Any] = {"ignore_index": -100, "scale": scale, "softcap": softcap}
+    for gradient in (False, True):
+        twin, mine = logits.clone(), logits.clone()
+        with on_triton(False):
+            losses = cross_entropy.cross_entropy_(twin, labels, gradient=gradient, **how)
+        assert_close(cross_entropy._cross_entropy_triton(mine, labels, gradient, -100, scale, softcap), losses)
+        assert_close(mine, twin)
+        assert torch.equal(mine, logits) is not gradient or columns == 1
+    assert not mine[4].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -237,6 +257,6 @@ def strided(tensor: Tensor) -> Tensor:
 def on_triton(yes: bool) -> Iterator[None]:
     """Within: the public functions take the Triton kernels, or their torch twins, whatever the device."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (decode, gates, grouped, rows, routing):
+        for module in (cross_entropy, decode, gates, grouped, rows, routing):
             patch.setattr(module, "use_triton", lambda tensor: yes)
         yield

@@ -63,9 +63,8 @@ def _cross_entropy_triton(
             losses,
             logits.shape[1],
             ignore_index,
-            scale,
-            softcap or 1.0,
-            CAPPED=softcap is not None,
+            SCALE=scale,
+            SOFTCAP=softcap or 0.0,
             GRADIENT=gradient,
             BLOCK=block,
             num_warps=8,
@@ -74,12 +73,12 @@ def _cross_entropy_triton(
 
 
 @jit
-def _value(x: Any, scale: Any, softcap: Any, CAPPED: Any) -> Any:
+def _value(x: Any, SCALE: tl.constexpr, SOFTCAP: tl.constexpr) -> Any:
     """The value that enters the softmax, and its slope."""
-    if CAPPED:
-        t = _tanh(x * scale / softcap)
-        return softcap * t, scale * (1 - t * t)
-    return x * scale, x * 0 + scale
+    if SOFTCAP == 0:
+        return x * SCALE, x * 0 + SCALE
+    t = _tanh(x * (SCALE / SOFTCAP))
+    return SOFTCAP * t, SCALE * (1 - t * t)
 
 
 @jit
@@ -99,9 +98,8 @@ def _cross_entropy_kernel(
     losses: Any,
     columns: Any,
     ignore_index: Any,
-    scale: Any,
-    softcap: Any,
-    CAPPED: tl.constexpr,
+    SCALE: tl.constexpr,  # a constant, since a float argument has 32 bits
+    SOFTCAP: tl.constexpr,  # 0 for none
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -109,8 +107,6 @@ def _cross_entropy_kernel(
     logits += row * columns
     label = tl.load(labels + row)
     acc = losses.dtype.element_ty
-    scale = scale.to(acc)
-    softcap = softcap.to(acc)
     inside = tl.arange(0, BLOCK)
     if label == ignore_index:
         tl.store(losses + row, tl.zeros((), acc))
@@ -124,18 +120,18 @@ def _cross_entropy_kernel(
         for start in range(0, columns, BLOCK):
             column = start + inside
             x = tl.load(logits + column, mask=column < columns, other=0).to(acc)
-            value, _ = _value(x, scale, softcap, CAPPED)
+            value, _ = _value(x, SCALE, SOFTCAP)
             value = tl.where(column < columns, value, float("-inf"))
             highest = tl.maximum(top, tl.max(value, 0))
             total = total * tl.exp(top - highest) + tl.sum(tl.exp(value - highest), 0)
             top = highest
         normaliser = top + tl.log(total)
-        chosen, _ = _value(tl.load(logits + label).to(acc), scale, softcap, CAPPED)
+        chosen, _ = _value(tl.load(logits + label).to(acc), SCALE, SOFTCAP)
         tl.store(losses + row, normaliser - chosen)
         if GRADIENT:
             for start in range(0, columns, BLOCK):
                 column = start + inside
                 x = tl.load(logits + column, mask=column < columns, other=0).to(acc)
-                value, slope = _value(x, scale, softcap, CAPPED)
+                value, slope = _value(x, SCALE, SOFTCAP)
                 grad = tl.exp(value - normaliser) - tl.where(column == label, 1.0, 0.0).to(acc)
                 tl.store(logits + column, (grad * slope).to(logits.dtype.element_ty), mask=column < columns)
