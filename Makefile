@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST_VENV := .venv-oldest
 BIN := $(VENV)/bin
-# Tests run side by side, a thread each: tiny models gain nothing from more.
 PLUGINS := plugins/grouped_gemm
+# Tests run side by side, a thread each: tiny models gain nothing from more.
 PYTEST := -m pytest -n auto --maxprocesses 4 --dist worksteal
 test test-oldest test-slow: export OMP_NUM_THREADS := 1
 

@@ -504,10 +504,11 @@ class SetLoss(Edit):
         return self.backend.spec.capabilities.fuses_head
 
     def check(self) -> None:
-        if isinstance(self._load(), FusedLoss) is not self._fuses:
+        target = self._load()
+        if isinstance(target, FusedLoss) is not self._fuses:
             raise PlanError(
                 f"{self._label} ({self.backend.plugin.label}): its target must be a FusedLoss if and only if its "
-                f"capabilities say fuses_head, got {self._load()!r} with fuses_head={self._fuses}"
+                f"capabilities say fuses_head, got {target!r} with fuses_head={self._fuses}"
             )
 
     def apply(self, root: nn.Module, configs: ConfigCopies) -> None:
@@ -516,14 +517,15 @@ class SetLoss(Edit):
         for site in self.sites:
             model: Any = site.module
             state = vars(model)
-            stock = model.loss_function
             self.before.append({"_loss_function": state["_loss_function"]} if "_loss_function" in state else {})
             if self._fuses:
                 head = model.get_output_embeddings()
                 reason = cannot_fuse(model, head)
                 if reason:  # the plan was made before, or another edit has replaced the head
                     raise PlanError(f"{self._label}: {reason}")
-                state["_loss_function"] = FusedLossFunction(backend, self.options, stock, self.backend.spec.name)
+                state["_loss_function"] = FusedLossFunction(
+                    backend, self.options, model.loss_function, self.backend.spec.name
+                )
                 vars(head)["forward"] = MethodType(lazy_forward, head)
                 self.heads.append(head)
             else:
@@ -548,8 +550,7 @@ class SetLoss(Edit):
 
 
 def _is_lazy(head: nn.Module) -> bool:
-    forward = vars(head).get("forward")
-    return isinstance(forward, MethodType) and forward.__func__ is lazy_forward and forward.__self__ is head
+    return vars(head).get("forward") == MethodType(lazy_forward, head)
 
 
 @dataclass

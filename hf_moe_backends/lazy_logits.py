@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +35,8 @@ class Product:
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Product:
         device = hidden.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        casts = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64  # which autocast leaves alone
+        autocast = torch.get_autocast_dtype(device) if casts else None
         return cls(hidden, weight, bias, autocast, cls._versions(hidden, weight, bias))
 
     @staticmethod
@@ -67,13 +67,10 @@ class Product:
         bias = None if self.bias is None else self.bias.to(self.dtype)
         return self.hidden.flatten(0, -2).to(self.dtype), self.weight.to(self.dtype), bias
 
-    def compute(self, columns: int) -> Tensor:
+    def compute(self) -> Tensor:
         self.check()
-        with ExitStack() as modes:
-            modes.enter_context(torch.enable_grad())  # a lazy one exists only where gradients are recorded
-            device = self.hidden.device.type
-            modes.enter_context(torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None))
-            return F.linear(self.hidden, self.weight, self.bias)[..., :columns]
+        with torch.autocast(self.hidden.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            return F.linear(self.hidden, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -145,23 +142,19 @@ class LazyLogits(Tensor):
     def compute(self) -> Tensor:
         """The logits themselves, with their graph: computed once."""
         if self._real is None:
-            if self._source is None or self._step is None:
-                real = self._product.compute(self._columns)
-            else:
-                with torch.enable_grad():
-                    real = self._step(self._source._value())
+            with torch.enable_grad():  # a lazy one exists only where gradients are recorded
+                self._real = self._fresh()
             for hook in self._gradient_hooks.values():
-                real.register_hook(hook)  # type: ignore[no-untyped-call]
-            self._real = real
+                self._real.register_hook(hook)  # type: ignore[no-untyped-call]
         return self._real
 
-    def _value(self) -> Tensor:
-        """Like `compute`, without keeping what only a step on it needs."""
-        if self._real is not None or self._gradient_hooks:
-            return self.compute()
+    def _fresh(self) -> Tensor:
         if self._source is None or self._step is None:
-            return self._product.compute(self._columns)
-        return self._step(self._source._value())
+            return self._product.compute()
+        source = self._source
+        # kept only where somebody holds it or its hooks: a step's input need not outlive the step
+        kept = source._real is not None or source._gradient_hooks
+        return self._step(source.compute() if kept else source._fresh())
 
     def _next(self, step: Callable[[Tensor], Tensor], **changes: Any) -> LazyLogits:
         settings: dict[str, Any] = {"chain": self._chain, "columns": self._columns, "dtype": self.dtype} | changes
@@ -174,7 +167,9 @@ class LazyLogits(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, LazyLogits):
-            if func in _METADATA and (first._real is None or func is not Tensor.requires_grad.__get__):  # type: ignore[attr-defined]
+            if func == _REQUIRES_GRAD and first._real is None:
+                return True
+            if func in _METADATA:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if not first.computed:
@@ -208,8 +203,10 @@ _PROPERTIES = (
     "is_sparse",
     "is_quantized",
     "is_meta",
+    "is_nested",
 )
-_METADATA = {getattr(Tensor, name).__get__ for name in (*_PROPERTIES, "requires_grad", "is_nested")}
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_METADATA = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
 _METADATA |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size}
 _METADATA |= {Tensor.__hash__, Tensor.__len__, torch.is_floating_point, torch.is_complex, torch.numel}
 _DIVISIONS = {torch.div, torch.true_divide, Tensor.div, Tensor.true_divide, Tensor.__truediv__}
@@ -218,8 +215,8 @@ _SCALINGS = _DIVISIONS | {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__
 
 def _record(logits: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The step as another lazy object, or None if it is none of those that a fused loss can follow."""
-    if func in _SCALINGS and len(rest) == 1 and not kwargs and type(rest[0]) in (int, float):
-        by = 1 / rest[0] if func in _DIVISIONS and rest[0] else rest[0]
+    if func in _SCALINGS and len(rest) == 1 and not kwargs and type(rest[0]) in (int, float) and rest[0]:
+        by = 1 / rest[0] if func in _DIVISIONS else rest[0]
         return logits._next(lambda real: func(real, rest[0]), chain=logits._chain.scaled(float(by)))
     if func in (torch.tanh, Tensor.tanh) and not rest and not kwargs and not logits._chain.capped:
         return logits._next(torch.tanh, chain=replace(logits._chain, capped=True))
@@ -255,11 +252,12 @@ def _leading_columns(index: Any, columns: int) -> int | None:
 
 def lazy_forward(head: nn.Linear, hidden: Tensor) -> Tensor:
     """The forward of an output head under a fused loss: lazy in training, and else the head's own."""
-    learns = hidden.requires_grad or head.weight.requires_grad
-    product = Product.of(hidden, head.weight, head.bias)
-    if head.training and torch.is_grad_enabled() and learns and (hidden.dtype == head.weight.dtype or product.autocast):
-        return LazyLogits.of(product)
-    return F.linear(hidden, head.weight, head.bias)
+    learns = hidden.requires_grad or any(p.requires_grad for p in head.parameters(recurse=False))
+    if head.training and torch.is_grad_enabled() and learns:
+        product = Product.of(hidden, head.weight, head.bias)
+        if product.autocast or hidden.dtype == head.weight.dtype:
+            return LazyLogits.of(product)
+    return nn.Linear.forward(head, hidden)
 
 
 class FusedLossFunction:
@@ -282,38 +280,44 @@ class FusedLossFunction:
         **kwargs: Any,
     ) -> Tensor:
         """Transformers' `ForCausalLMLoss`: logits (B, S, V), labels (B, S) -> scalar in float32."""
-        lazy = isinstance(logits, LazyLogits)
-        if not isinstance(logits, LazyLogits) or logits.computed or vocab_size != logits.shape[-1]:
-            if lazy:
-                warnings.warn(
-                    f"loss={self.name!r} saved nothing: the model has read its logits before the loss, or they are "
-                    "not as wide as its vocabulary, so the full logits were computed and the stock loss taken",
-                    stacklevel=2,
-                )
-            return self.stock(
-                logits,
-                labels,
-                vocab_size,
-                num_items_in_batch=num_items_in_batch,
-                ignore_index=ignore_index,
-                shift_labels=shift_labels,
-                **kwargs,
+        if isinstance(logits, LazyLogits) and not logits.computed and logits.shape[-1] == vocab_size:
+            if shift_labels is None:
+                assert labels is not None
+                shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            return self._fused(logits, shift_labels.reshape(-1), num_items_in_batch, ignore_index)
+        if logits.requires_grad:
+            warnings.warn(
+                f"loss={self.name!r} saved nothing: the full logits were computed and the stock loss taken, since "
+                + (
+                    "the model has read its logits before the loss, or they are not as wide as its vocabulary"
+                    if isinstance(logits, LazyLogits)
+                    else "the output head gave logits that are computed: it is in evaluation mode, or was wrapped or "
+                    "hooked after set_moe_backend"
+                ),
+                stacklevel=2,
             )
-        if shift_labels is None:
-            assert labels is not None
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        return self.stock(
+            logits,
+            labels,
+            vocab_size,
+            num_items_in_batch=num_items_in_batch,
+            ignore_index=ignore_index,
+            shift_labels=shift_labels,
+            **kwargs,
+        )
+
+    def _fused(self, logits: LazyLogits, targets: Tensor, num_items: Tensor | int | None, ignore_index: int) -> Tensor:
         hidden, weight, bias = logits.operands()
-        targets = shift_labels.reshape(-1).to(hidden.device)
         if targets.shape[0] != hidden.shape[0]:
             raise ValueError(f"{targets.shape[0]} labels for {hidden.shape[0]} rows of logits")
         with torch.autocast(hidden.device.type, enabled=False):  # the operands are cast already
             loss: Tensor = self.fused.function(
                 hidden,
                 weight,
-                targets,
+                targets.to(hidden.device),
                 bias=bias,
                 ignore_index=ignore_index,
-                num_items=num_items_in_batch,
+                num_items=num_items,
                 scale=logits.chain.scale,
                 softcap=logits.chain.softcap,
                 **self.options,

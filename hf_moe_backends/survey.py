@@ -397,10 +397,10 @@ def cannot_fuse(model: PreTrainedModel, head: nn.Module) -> str | None:
     """Why a fused loss cannot compute a model's loss from the input of its output head, or None."""
     owner = type(model).__name__
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    if type(head) is not nn.Linear and not (isinstance(head, nn.Linear) and isinstance(head, FSDPModule)):
-        return f"the output head of {owner} is a {kind}, and only of an nn.Linear is it known what it computes"
     if isinstance(head, FSDPModule):
         return "FSDP gathers the output head's weight for its own forward alone. Shard it with the whole model"
+    if type(head) is not nn.Linear:
+        return f"the output head of {owner} is a {kind}, and only of an nn.Linear is it known what it computes"
     if hasattr(head, "parametrizations"):
         return f"the weight of {owner}'s output head is parametrized"
     sharding = sharding_of(head)

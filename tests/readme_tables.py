@@ -40,14 +40,14 @@ def backends() -> str:
 def _serves(spec: BackendSpec) -> str:
     can = spec.capabilities
     missing = sorted(FEATURES[spec.kind].keys() - can.features)
-    layouts = f"all but {', '.join(missing)}" if missing else "every layout"
+    layouts = [f"all but {', '.join(missing)}" if missing else "every layout"] if FEATURES[spec.kind] else []
     gates = "every gate" if can.gates is None else f"gates {', '.join(sorted(can.gates))}"
     limits = [
         *(["no training"] if not can.training else []),
         *(["no `torch.compile`"] if not can.compile else []),
         *(["waits for the device"] if can.host_sync else []),
     ]
-    return ", ".join([layouts, *([gates] if spec.kind == "experts" else []), *limits])
+    return ", ".join([*layouts, *([gates] if spec.kind == "experts" else []), *limits])
 
 
 def layer() -> str:

@@ -23,7 +23,7 @@ from hf_moe_backends import (
 )
 from hf_moe_backends.builtin.loss.chunked import linear_cross_entropy
 from hf_moe_backends.kernels.cross_entropy import cross_entropy_
-from hf_moe_backends.lazy_logits import LazyLogits
+from hf_moe_backends.lazy_logits import LazyLogits, lazy_forward
 
 CHUNKED = BackendConfig(loss="chunked", options={"loss.chunked": {"chunk": 5}})
 
@@ -120,10 +120,9 @@ def test_every_family_with_a_head(family: str) -> None:
 
 
 def train_stock(model: Any, inputs: dict[str, Tensor], **how: Any) -> dict[str, Tensor]:
-    with_backend = BackendConfig(loss="chunked", options=CHUNKED.options)
     reset_moe_backend(model)
     found = train(model, inputs, **how)
-    set_moe_backend(model, with_backend)
+    set_moe_backend(model, CHUNKED)
     return found
 
 
@@ -146,7 +145,7 @@ class TestLazyLogits:
         lazy, real = self.outputs(model)
         assert isinstance(lazy.logits, LazyLogits)
         assert lazy.logits.shape == real.shape and lazy.logits.dtype == real.dtype and len(lazy.logits) == len(real)
-        assert not lazy.logits.computed
+        assert lazy.logits.requires_grad and not lazy.logits.computed
         assert torch.equal(lazy.logits.argmax(-1), real.argmax(-1))
         assert lazy.logits.computed
         assert torch.equal(lazy.logits[:, -1] + 0, real[:, -1])
@@ -171,8 +170,6 @@ class TestLazyLogits:
 
     def test_steps_are_followed(self) -> None:
         head = nn.Linear(8, 11, bias=False)
-        from hf_moe_backends.lazy_logits import lazy_forward
-
         x = torch.randn(2, 3, 8)
         logits: Any = lazy_forward(head, x)
         real = head(x)
@@ -182,6 +179,8 @@ class TestLazyLogits:
         torch.testing.assert_close(capped + 0, torch.tanh(real[..., :9] * 0.5 / 5) * 5)
         assert type(logits[..., 1:]) is Tensor and type(logits * torch.ones(())) is Tensor
         assert type(logits.clamp(0)) is Tensor
+        assert type(logits / 0) is Tensor and (logits / 0).isinf().all()  # no scale stands for it
+        assert type(logits * 0) is Tensor
 
     def test_gradient_hooks_wait(self, model: Any) -> None:
         lazy, _ = self.outputs(model)
@@ -204,6 +203,34 @@ class TestLazyLogits:
         reset_moe_backend(model)
         with torch.no_grad():
             assert torch.equal(out.loss, model(**inputs, labels=inputs["input_ids"]).loss)
+
+    def test_inference_mode(self, model: Any) -> None:
+        inputs = zoo.sample_inputs(model)
+        with torch.inference_mode():
+            assert type(model(**inputs, labels=inputs["input_ids"]).logits) is Tensor
+
+    def test_a_head_that_is_wrapped_later_is_told(self, model: Any) -> None:
+        class Wrapped(nn.Module):
+            def __init__(self, head: nn.Module):
+                super().__init__()
+                self.head = head
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.head(x) + 0
+
+        inputs = zoo.sample_inputs(model)
+        model.lm_head = Wrapped(model.lm_head)
+        with pytest.warns(UserWarning, match="saved nothing"):
+            model(**inputs, labels=inputs["input_ids"])
+
+    def test_float64_under_autocast(self) -> None:
+        """Autocast leaves float64 alone."""
+        head = nn.Linear(8, 11).double()
+        x = torch.randn(2, 3, 8, dtype=torch.float64)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits, real = lazy_forward(head, x), head(x)
+        assert isinstance(logits, LazyLogits) and logits.dtype == real.dtype
+        assert logits.operands()[0].dtype == torch.float64 and torch.equal(logits + 0, real)
 
     def test_reading_them_first_is_told(self, model: Any) -> None:
         inputs = zoo.sample_inputs(model)

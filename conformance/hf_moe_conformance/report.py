@@ -147,6 +147,8 @@ def without_folders(text: str) -> str:
 
     Reports are shown to others, whom the folders of the machine tell nothing.
     """
+    if "/" not in text:
+        return text
     libraries = [sysconfig.get_path("stdlib"), *sys.path]
     # Editable installs need not be on `sys.path`. `vars`, since modules that load lazily import at a mere `getattr`.
     paths = [vars(module).get("__path__") for name, module in list(sys.modules.items()) if "." not in name]

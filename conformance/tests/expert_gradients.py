@@ -1,7 +1,7 @@
 """How large stock's expert gradients are with ep == fsdp, as a part of what one process computes.
 
-A script of its own, run on the Transformers that comes first on the path: in 5.20 to 5.22, where this is wrong, no
-dispatcher can be set, so that the suite's dispatcher checks do not run there.
+A script of its own, run on the Transformers that comes first on the path: in 5.20 to 5.22, where this is wrong,
+every dispatcher is refused on such a mesh, so that the suite's dispatcher checks do not run there.
 """
 
 from __future__ import annotations

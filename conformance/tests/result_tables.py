@@ -14,6 +14,7 @@ from hf_moe_backends.spec import STOCK_NAMES
 
 README = Path(__file__).parents[1] / "README.md"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "conformance"
+DEVICES = {"cpu": "CPU", "cuda": "H200"}
 TRANSFORMERS = "https://github.com/huggingface/transformers"
 
 
@@ -125,7 +126,7 @@ ELSEWHERE = (
     "(`tests/test_expert_gradients.py`, float32, two ranks) | 0.5 times the right ones, in 5.23.0 1.0 times "
     "| They are divided by the number of batches twice: by `fully_shard` and by FSDP2 itself |",
 )
-"""Rows of failures that no report can have: a user's own backend, and versions in which no dispatcher can be set."""
+"""Rows of failures that no report can have: a user's own backend, and a mesh that dispatchers are refused on."""
 
 
 class Unexplained(ValueError):
@@ -153,9 +154,8 @@ def stock(reports: Sequence[Report], known: Sequence[Known] = KNOWN) -> str:
     lines = ["| backend | Transformers | on | what fails | measured | why |", "|---|---|---|---|---|---|"]
     for (index, device), found in sorted(rows.items()):
         versions = ", ".join(sorted({report.versions["transformers"] for report, _ in found}))
-        where = {"cuda": "H200"}.get(device, "CPU")
         lines.append(
-            f"| `{known[index].backend}` | {versions} | {where} | {_cells(found)} | {_measured(found)} "
+            f"| `{known[index].backend}` | {versions} | {DEVICES[device]} | {_cells(found)} | {_measured(found)} "
             f"| {known[index].why} |"
         )
     return "\n".join([*lines, *ELSEWHERE, "", _right(ran)])
@@ -233,8 +233,8 @@ def _right(ran: Iterable[Report]) -> str:
     right: dict[str, list[str]] = {}
     for report in ran:
         if not report.failed:
-            where = {"cuda": "H200"}.get(report.device["type"], "CPU")
-            right.setdefault(backend_of(report), []).append(f"{report.versions['transformers']} on {where}")
+            where = f"{report.versions['transformers']} on {DEVICES[report.device['type']]}"
+            right.setdefault(backend_of(report), []).append(where)
     said = "; ".join(f"`{name}` ({', '.join(places)})" for name, places in right.items())
     return f"Without a failure: {said}." if said else ""
 

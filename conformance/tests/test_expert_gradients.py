@@ -1,4 +1,4 @@
-"""Stock's expert gradients with ep == fsdp, on Transformers where the dispatcher checks cannot run."""
+"""Stock's expert gradients with ep == fsdp, also where they are wrong and dispatchers are refused."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_backends import reset_moe_backend
-from hf_moe_backends.lazy_logits import LazyLogits
+from hf_moe_backends.lazy_logits import FusedLossFunction, LazyLogits
 from hf_moe_conformance import reference, zoo
 from hf_moe_conformance.cases import draw_seed
 from hf_moe_conformance.check import Bench, Layout, Variant, check, require
@@ -152,8 +152,9 @@ class LossBench(Bench):
             if case.softcap is not None:
                 logits = torch.tanh(logits * MULTIPLIER / case.softcap) * case.softcap
             loss: Tensor = model.loss_function(logits, None if case.shifted else labels, self.layout.vocabulary, **how)
-            if isinstance(logits, LazyLogits):
-                require(not logits.computed, "the logits were computed")
+            if isinstance(model.loss_function, FusedLossFunction):
+                lazy = isinstance(logits, LazyLogits) and not logits.computed
+                require(lazy, "the logits were computed, so that the stock loss stood in for the fused one")
             return loss
 
         model.zero_grad()
@@ -277,7 +278,7 @@ def compiled(bench: LossBench) -> None:
 @loss_check("mode/switch")
 def switch(bench: LossBench) -> None:
     """To the backend and back to stock: stock computes what it did, bit for bit."""
-    model = copy.deepcopy(bench.stock)
+    model = bench.candidate(frozenset({"training"} if bench.fused else ()))
     logits, labels = bench.draw(MEAN, 0)
     before = bench.run(model, MEAN, logits, labels)
     bench.put_in_place(model)

@@ -39,6 +39,13 @@ def reduce_scatter(t: Tensor, group: Group) -> Tensor:
     return found
 
 
+def total(t: Tensor, group: Group) -> Tensor:
+    """The sum over ranks of a tensor that each has."""
+    found = t.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(found, group=group)
+    return found
+
+
 def slice_of(t: Tensor, group: Group, value: int = 0) -> Tensor:
     """(T, ...) that all ranks have -> (ceil(T / G), ...), padded with rows of `value`."""
     length = -(-len(t) // group.size())
@@ -54,9 +61,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return total(gradient, ctx.group), None
 
 
 def sum_gradient(t: Tensor, group: Group) -> Tensor:
@@ -68,9 +73,7 @@ def sum_gradient(t: Tensor, group: Group) -> Tensor:
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, group: Group) -> Tensor:
-        total = t.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
+        return total(t, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -55,7 +55,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         by_hidden, by_weight, by_bias = ctx.needs_input_grad[:3]
         learns = by_hidden or by_weight or by_bias
         grad_hidden = torch.empty_like(hidden) if by_hidden else None
-        grad_weight = torch.zeros_like(weight) if by_weight else None
+        # the first chunk's product fills it, if there is a chunk
+        new_like = torch.empty_like if len(hidden) else torch.zeros_like
+        grad_weight = new_like(weight) if by_weight else None
         grad_bias = weight.new_zeros(weight.shape[0], dtype=share.dtype) if by_bias else None
         losses = []
         for start in range(0, hidden.shape[0], chunk):
@@ -75,10 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(logits, weight, out=grad_hidden[here])
             if grad_weight is not None:
-                if start:
-                    grad_weight.addmm_(logits.t(), rows)
-                else:
-                    torch.mm(logits.t(), rows, out=grad_weight)
+                grad_weight.addmm_(logits.t(), rows, beta=1 if start else 0)
             if grad_bias is not None:
                 grad_bias += logits.sum(0, dtype=grad_bias.dtype)
             del logits  # before the next chunk's are made
