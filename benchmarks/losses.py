@@ -140,7 +140,7 @@ def main() -> None:
                 print(
                     f"{name:16} {tokens:6} {row['side']:15}",
                     row.get("error")
-                    or f"{row['ms']:8.3f} ms {row['peak_mib']:9.0f} MiB  relative error of loss {row['error_loss']:.1e}, "
+                    or f"{row['ms']:8.3f} ms {row['peak_mib']:9.0f} MiB  error of loss {row['error_loss']:.1e}, "
                     f"dx {row['error_dx']:.1e}, dw {row['error_dw']:.1e}",
                     flush=True,
                 )
