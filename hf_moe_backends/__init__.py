@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hf_moe_backends.api import (
         set_moe_backend as set_moe_backend,
     )
+    from hf_moe_backends.clip import clip_grad_norm_ as clip_grad_norm_
     from hf_moe_backends.config import BackendConfig as BackendConfig
     from hf_moe_backends.errors import (
         BackendConflict as BackendConflict,
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
     )
     from hf_moe_backends.errors import (
         PlanError as PlanError,
+    )
+    from hf_moe_backends.errors import (
+        RanksDisagree as RanksDisagree,
     )
     from hf_moe_backends.hookspecs import hookimpl as hookimpl
     from hf_moe_backends.plan import Plan as Plan
@@ -89,7 +93,9 @@ _HOME = {
     "Option": "spec",
     "Plan": "plan",
     "PlanError": "errors",
+    "RanksDisagree": "errors",
     "Requirement": "spec",
+    "clip_grad_norm_": "clip",
     "get_moe_backend": "api",
     "hookimpl": "hookspecs",
     "moe_backend": "api",

@@ -11,8 +11,10 @@ import torch
 import transformers
 from torch import nn
 
+from hf_moe_backends.agreement import expert_group, on_all
 from hf_moe_backends.config import BackendConfig
-from hf_moe_backends.errors import ConfigError
+from hf_moe_backends.errors import ConfigError, RanksDisagree
+from hf_moe_backends.loading import take_sizes
 from hf_moe_backends.plan import MARK, Plan, host, lock, plans, revert_all
 from hf_moe_backends.registry import registry
 from hf_moe_backends.selection import check_names
@@ -43,12 +45,27 @@ def set_moe_backend(model: nn.Module, config: BackendConfig) -> Plan:
     The config is the whole state: it replaces the one set before. To change one kind:
     `set_moe_backend(model, dataclasses.replace(get_moe_backend(model), experts="loop"))`.
 
+    Where Transformers has sharded the model's experts over ranks, all of these must call it, as a collective: they
+    change their models to the same, or none does.
+
     Raises:
         MoeBackendError: the config cannot be applied. The model is as it was.
+        RanksDisagree: it cannot on another rank, or that one has another config.
     """
+    _require_module(model)
     with lock:
-        plan = plan_moe_backend(model, config)
-        plan.apply()
+        group = expert_group(model)
+        if group is None:
+            plan = plan_moe_backend(model, config)
+            plan.apply()
+            return plan
+        plan = on_all(group, lambda: plan_moe_backend(model, config), Plan.describe)
+        before = plans(host(model))
+        try:
+            on_all(group, plan.apply, lambda _: {})
+        except RanksDisagree:
+            _back_to(before, model)
+            raise
     return plan
 
 
@@ -97,9 +114,13 @@ def moe_backend(model: nn.Module, config: BackendConfig) -> Iterator[Plan]:
         yield plan
     finally:
         with lock:
-            reset_moe_backend(model)
-            for earlier in before:
-                earlier.resume()
+            _back_to(before, model)
+
+
+def _back_to(before: list[Plan], model: nn.Module) -> None:
+    reset_moe_backend(model)
+    for earlier in before:
+        earlier.resume()
 
 
 @contextmanager
@@ -120,6 +141,10 @@ class AutoModelForCausalLM(transformers.AutoModelForCausalLM):  # type: ignore[m
 
     `from_pretrained` and `from_config` return the stock model with its plan applied. `backend` defaults to
     `BackendConfig.auto()`, which leaves alone what `attn_implementation` or `experts_implementation` say explicitly.
+
+    `from_pretrained` also takes `ep_size`, `fsdp_size` and `tp_size`, for a model that is sharded over the ranks that
+    torchrun has started, each of which reads only its shard: experts over `ep_size` ranks, everything over `fsdp_size`
+    ranks with a batch each, and `tp_size` ranks to a batch. See `hf_moe_backends.loading.distributed_config`.
     """
 
     @classmethod
@@ -127,6 +152,7 @@ class AutoModelForCausalLM(transformers.AutoModelForCausalLM):  # type: ignore[m
         cls, pretrained_model_name_or_path: Any, *args: Any, backend: BackendConfig | None = None, **kwargs: Any
     ) -> Any:
         backend = _beside_stock_arguments(backend, kwargs)
+        take_sizes(kwargs)
         model = transformers.AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         set_moe_backend(model[0] if isinstance(model, tuple) else model, backend)
         return model

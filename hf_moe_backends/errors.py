@@ -30,6 +30,10 @@ class PlanError(MoeBackendError, RuntimeError):
     """An edit cannot be made on this model, or failed and was undone."""
 
 
+class RanksDisagree(MoeBackendError, RuntimeError):
+    """The ranks that have a model's experts together did not all set the same backends."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`name`'s likeliest correction as a clause for an error message, or the whole choice when none is near."""
     known = sorted(known)

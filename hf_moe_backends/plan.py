@@ -75,6 +75,14 @@ class Plan:
         }
         return BackendConfig(**chosen, options=options)
 
+    def describe(self) -> dict[str, str]:
+        """By kind what it puts in place, in words that are the same wherever the same is meant."""
+        return {
+            choice.kind: " ".join([choice.backend.spec.name, choice.backend.plugin.label, str(dict(choice.options))])
+            for choice in self.choices
+            if choice.backend is not None
+        }
+
     def apply(self) -> None:
         """Make all edits, or none: an exception midway undoes what was done and is raised.
 

@@ -80,7 +80,6 @@ def hf_moe_backends_register() -> list[BackendSpec]:
                 ),
             ),
             install=_INSTALL,
-            priority=50,
         ),
     ]
     return ours + [

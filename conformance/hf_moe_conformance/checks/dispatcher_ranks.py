@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from hf_moe_backends import BackendConfig, MoeBackendError, set_moe_backend
+from hf_moe_backends import BackendConfig, MoeBackendError, RanksDisagree, set_moe_backend
 from hf_moe_conformance import zoo
 from hf_moe_conformance.cases import ExpertsInputs
 from hf_moe_conformance.checks.experts_bench import Tensors, run_module
@@ -94,6 +94,7 @@ def put_in_place(model: nn.Module, sharded: Sharded) -> Refused | None:
     except MoeBackendError as refusal:
         cause = refusal.__cause__
         meant = cause is None or isinstance(cause, (MoeBackendError, ValueError, NotImplementedError))
+        meant = meant and not isinstance(refusal, RanksDisagree)  # a rank went another way than the others
         refused = Refused(str(refusal), meant)
     everybody: list[Refused | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, refused)
@@ -101,7 +102,7 @@ def put_in_place(model: nn.Module, sharded: Sharded) -> Refused | None:
     if said and len(said) < len(everybody):
         first = next(iter(said.values()))
         return Refused(f"by rank {', '.join(map(str, said))} only: {first.message}", meant=False)
-    return refused
+    return next((one for one in said.values() if not one.meant), refused)
 
 
 def on_model(scene: Callable[..., Any]) -> Callable[..., Any]:
