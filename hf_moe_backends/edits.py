@@ -32,7 +32,7 @@ from hf_moe_backends.expert_parallel import (
 )
 from hf_moe_backends.lazy_logits import FusedLossFunction, lazy_forward
 from hf_moe_backends.registry import Backend
-from hf_moe_backends.spec import STOCK_NAMES, AttentionBackend, FusedLoss
+from hf_moe_backends.spec import STOCK, AttentionBackend, FusedLoss
 from hf_moe_backends.survey import Site, attachments, cannot_fuse, cannot_replace, sharding_of
 
 
@@ -205,7 +205,7 @@ class Edit(ABC):
                 raise PlanError(f"{self._label} did not reach {site.name}: its config is not one of the model's")
 
     def _is_stock(self) -> bool:
-        return self.backend.spec.name in STOCK_NAMES[self.backend.spec.kind]
+        return self.backend.spec.target == STOCK
 
     def _load(self) -> Any:
         try:

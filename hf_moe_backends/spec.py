@@ -31,6 +31,9 @@ STOCK_NAMES: Mapping[Kind, frozenset[str]] = {
 }
 """Names that mean Transformers' or torch's own code. Plugins cannot take them."""
 
+STOCK = "hf_moe_backends.builtin:stock"
+"""The target of backends that are Transformers' or torch's own code."""
+
 LOAD_TIME: Mapping[tuple[Kind, str], str] = {
     ("experts", "deepgemm_megamoe"): "from_pretrained(..., experts_implementation='deepgemm_megamoe')",
 }

@@ -459,10 +459,9 @@ def generate(path: str, sizes: Sizes, dispatcher: str) -> Tensor:
 
 
 def dispatchers(layout: str) -> list[str]:
-    found = ["allgather"]
     if Version("5.19") > VERSION:
-        return [*found, "all_reduce"]
-    found.append("all_to_all")
+        return ["allgather", "all_to_all", "all_reduce"]
+    found = ["allgather", "all_to_all"]
     return found + (["all_reduce"] if layout == "shared" and Version("5.23") <= VERSION else [])
 
 

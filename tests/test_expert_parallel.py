@@ -54,11 +54,13 @@ def layouts() -> dict[str, dict[str, Any]]:
     return shared | ({"own": {"fsdp_size": 2, "ep_size": 2}} if Version("5.23") <= VERSION else {})
 
 
+# all_to_all is stock's own from 5.19 on
+@pytest.mark.parametrize("dispatcher", ["allgather"] + ["all_to_all"] * (Version("5.19") > VERSION))
 @pytest.mark.parametrize("layout", layouts())
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 )
-def test_allgather_is_one_process(family: str, layout: str, tmp_path: Path) -> None:
+def test_is_one_process(family: str, layout: str, dispatcher: str, tmp_path: Path) -> None:
     if family == "nemotron_h" and Version("5.21") > VERSION:
         pytest.skip("Transformers has no EP plan for nemotron_h through 5.20")
     sizes = layouts()[layout]
@@ -82,7 +84,7 @@ def test_allgather_is_one_process(family: str, layout: str, tmp_path: Path) -> N
         dtype=torch.float32,
         sizes=sizes,
         batches=batches,
-        backend={"dispatcher": "allgather"},
+        backend={"dispatcher": dispatcher},
         training=True,
     )
     of = [rank * batches // 2 for rank in range(2)]

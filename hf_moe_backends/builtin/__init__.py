@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
+from packaging.version import Version
+
 from hf_moe_backends.hookspecs import hookimpl
 from hf_moe_backends.spec import (
     FEATURES,
     KINDS,
     LOAD_TIME,
+    STOCK,
     STOCK_NAMES,
     BackendSpec,
     Capabilities,
@@ -82,18 +87,18 @@ def hf_moe_backends_register() -> list[BackendSpec]:
             install=_INSTALL,
         ),
     ]
-    return ours + [
+    stock = [
         _stock(kind, name) for kind in KINDS for name in sorted(STOCK_NAMES[kind]) if (kind, name) not in LOAD_TIME
     ]
+    return ours + [_ALL_TO_ALL if spec.name == "all_to_all" and _lacks_all_to_all() else spec for spec in stock]
 
 
 _KERNELS = (Requirement(distribution="kernels"), "pip install kernels")
-# one style is all there is before 5.23: the sum in 5.17 and 5.18, the exchange of pairs after
+# one style is all there is before 5.23: the sum in 5.17 and 5.18, the exchange of pairs after, which is ours below
 _NO_SUM = (
     Requirement(distribution="transformers", version="!=5.19.*,!=5.20.*,!=5.21.*,!=5.22.*"),
     "pip install 'transformers>=5.23,<5.25'",
 )
-_NO_PAIRS = (Requirement(distribution="transformers", version=">=5.19"), "pip install 'transformers>=5.23,<5.25'")
 _STOCK_REQUIRES: dict[tuple[Kind, str], tuple[Requirement, str]] = {
     ("attn", "flash_attention_2"): (
         Requirement(distribution="flash-attn", import_name="flash_attn"),
@@ -109,7 +114,6 @@ _STOCK_REQUIRES: dict[tuple[Kind, str], tuple[Requirement, str]] = {
     ),
     ("experts", "sonicmoe"): _KERNELS,
     ("experts", "deepgemm"): _KERNELS,
-    ("dispatcher", "all_to_all"): _NO_PAIRS,
     ("dispatcher", "all_reduce"): _NO_SUM,
 }
 
@@ -144,6 +148,25 @@ _STOCK_CAPABILITIES: dict[tuple[Kind, str], Capabilities] = {
 }
 
 
+_ALL_TO_ALL = BackendSpec(
+    kind="dispatcher",
+    name="all_to_all",
+    target="hf_moe_backends.builtin.dispatch.all_to_all:AllToAll",
+    capabilities=Capabilities(devices=_TESTED, dtypes=_FLOATS, compile=False, host_sync=True),
+    requires=(_TORCH, _TRANSFORMERS),
+    install=_INSTALL,
+    hands=frozenset(),
+)
+"""In place of the stock one, where that is none."""
+
+
+def _lacks_all_to_all() -> bool:
+    try:
+        return Version(importlib.metadata.version("transformers")) < Version("5.19")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def _stock(kind: Kind, name: str) -> BackendSpec:
     """A pass-through of Transformers' own code: the plan writes the name where Transformers reads it."""
     required = _STOCK_REQUIRES.get((kind, name))
@@ -156,7 +179,7 @@ def _stock(kind: Kind, name: str) -> BackendSpec:
     return BackendSpec(
         kind=kind,
         name=name,
-        target="hf_moe_backends.builtin:stock",
+        target=STOCK,
         capabilities=_STOCK_CAPABILITIES.get((kind, name), everything),
         requires=(_TORCH, _TRANSFORMERS) + ((required[0],) if required else ()),
         install=required[1] if required else _INSTALL,

@@ -168,6 +168,29 @@ def scatter_sum(y: Tensor, group: Group) -> Tensor:
     return out
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+        ctx.sizes, ctx.group = (sent, received), group
+        found = t.new_empty(sum(received), *t.shape[1:])
+        dist.all_to_all_single(found, t.contiguous(), received, sent, group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        sent, received = ctx.sizes
+        found = gradient.new_empty(sum(sent), *gradient.shape[1:])
+        dist.all_to_all_single(found, gradient.contiguous(), sent, received, group=ctx.group)
+        return found, None, None, None
+
+
+def exchange(t: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+    """Rows (sum of sent, ...), in the order of the ranks that they are for -> (sum of received, ...), of those they are
+    from."""
+    out: Tensor = _Exchange.apply(t, sent, received, group)  # type: ignore[no-untyped-call]
+    return out
+
+
 _on_cpu: weakref.WeakKeyDictionary[Group, Group] = weakref.WeakKeyDictionary()
 
 
