@@ -161,7 +161,7 @@ def test_the_same_without_its_bug_passes(every: bool) -> None:
         ("rank_hangs", "error", ("rank 1 of 2 hung", "dispatcher_mutants.py", "in run_experts")),
         ("rank_crashes", "error", ("rank 1 of 2 died", "SIGSEGV", "in run_experts")),
         ("rank_raises", "error", ("rank 1 of 2 raised", "ZeroDivisionError: of its own")),
-        ("rank_refuses", "fail", ("cannot be set: by rank 1 only", "has no NVLink")),
+        ("rank_refuses", "fail", ("cannot be set: rank 1 failed", "has no NVLink")),
         ("refuses", "unsupported", ("no rank has NVLink",)),
         ("constructor_fails", "fail", ("cannot be set", "AttributeError: a bug")),
     ],
